@@ -1,0 +1,5 @@
+"""``python -m gpuidle``."""
+
+from gpuidle.agent.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The core: vocabulary, pipe, analysis, physics; the command line joins it with sources and sinks."""

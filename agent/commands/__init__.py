@@ -1,0 +1,1 @@
+"""Commands: the only place that joins sources, the pipe and sinks."""

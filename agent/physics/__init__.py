@@ -1,0 +1,1 @@
+"""FLOPs, bytes, peaks and the roofline. Pure: mappings and columns in, figures out."""

@@ -1,0 +1,1 @@
+"""Sources: what reads hardware, engines, processes and files into Snapshots."""

@@ -1,0 +1,1 @@
+"""From GPU holders to engines: processes, endpoints, models and flags."""

@@ -1,0 +1,1 @@
+"""One file an engine: its recognition rule and its adapter."""

@@ -1,0 +1,1 @@
+"""Readers of model files: config.json, quantisation files, GGUF headers."""

@@ -1,0 +1,1 @@
+"""Replay: a recorded session as a source."""

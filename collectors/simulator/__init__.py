@@ -1,0 +1,1 @@
+"""A node that does not exist, with its exact truth kept beside."""

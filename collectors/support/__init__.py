@@ -1,0 +1,1 @@
+"""Shared by collectors: bounded HTTP, the exposition text parser."""

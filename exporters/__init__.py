@@ -1,0 +1,1 @@
+"""Sinks: what turns Frames into metrics, files and screens."""

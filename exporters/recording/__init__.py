@@ -1,0 +1,1 @@
+"""Record: Snapshots to a session file."""
