@@ -2,6 +2,10 @@
 
 MessagePack for files (columns as [dtype, bytes]), JSON for people and pipes. Encoding is deterministic:
 equal objects give equal bytes, which is what "replay equals live" is tested on.
+
+The bytes of a column are transposed: first the lowest byte of every row, then the next one. The upper
+bytes hardly change from row to row, and the compressor finds that only when they stand together: a
+session of 8 GPUs at 1 kHz takes a fifth less disk and half the time (benchmarks/session_size.py).
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ class CodecError(ValueError):
 
 def _encode_column(value: object) -> object:
     if isinstance(value, np.ndarray):
-        return [value.dtype.str, value.tobytes()]
+        planes = np.ascontiguousarray(value).view(np.uint8).reshape(len(value), value.dtype.itemsize).T
+        return [value.dtype.str, planes.tobytes()]
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
@@ -28,7 +33,13 @@ def _encode_column(value: object) -> object:
 
 def _decode_column(_kind: Any, value: Any) -> object:
     dtype, data = value
-    return np.frombuffer(data, dtype=np.dtype(dtype))
+    kind = np.dtype(dtype)
+    if kind.kind not in "iuf":
+        raise ValueError(f"a column of {dtype!r}")
+    planes = np.frombuffer(data, dtype=np.uint8).reshape(kind.itemsize, -1)
+    array = np.ascontiguousarray(planes.T).reshape(-1).view(kind)
+    array.flags.writeable = False
+    return array
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_column, order="deterministic")
