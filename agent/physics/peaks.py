@@ -1,0 +1,203 @@
+"""What a device can do at best: dense FLOP/s by dtype and bytes/s of its memory, with a source for each row.
+
+Names alone do not identify a device (an "H100" with 64 GB has 60 % of the bandwidth of one with 80 GB), so
+a row matches by name and memory size together. All figures are dense: a sparse sheet figure is halved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gpuidle.agent.physics.peak_table import ROWS, PeakRow
+
+_NOISE = frozenset(
+    {"nvidia", "tesla", "amd", "intel", "google", "aws", "instinct", "hbm2", "hbm2e", "hbm3", "hbm3e"}
+)
+
+FLOP_PER_CLOCK_PER_SM: Mapping[str, int] = {
+    "7.5": 1024,
+    "8.0": 2048,
+    "8.6": 1024,
+    "8.9": 1024,
+    "9.0": 4096,
+    "10.0": 8192,
+    "10.3": 8192,
+    "12.0": 1024,
+}
+"""Dense 16-bit tensor FLOPs a clock and SM by compute capability (NVIDIA architecture white papers)."""
+
+
+class NoPeak(LookupError):
+    """The device has no figure for a dtype: a ratio against it would be a guess."""
+
+
+@dataclass(frozen=True)
+class DevicePeaks:
+    """Dense peaks of one device. Rates are at `sheet_clock_hz`."""
+
+    name: str
+    memory_bytes: float
+    flops_per_s: Mapping[str, float]
+    """By dtype: "bf16" (any 16-bit float), "fp8", "int8", "fp4". A dtype that the device lacks is absent."""
+    memory_bytes_per_s: float
+    sheet_clock_hz: float | None
+    """The clock that the sheet's FLOP/s imply; None: unknown."""
+    max_clock_hz: float | None
+    source: str
+    formula: bool = False
+    """True where the rate was computed from SMs, clock and bus: often too high, always flagged."""
+    multiprocessors: int | None = None
+    l2_bytes: float | None = None
+    """Weights that fit here may be read faster than `memory_bytes_per_s`."""
+
+    def rate(self, dtype: str, *, at_max_clock: bool = False) -> float:
+        """Return the FLOP/s that a product of `dtype` runs at on this device, at most.
+
+        Where the device lacks the dtype, weights of it are unpacked and multiplied in 16 bits (FP8 on
+        Ampere, FP4 on Hopper), so the 16-bit rate holds. Raises
+        NoPeak for "fp32", and for INT8 where no figure is known.
+        """
+        rate = self.flops_per_s.get(dtype)
+        if rate is None and dtype in {"fp8", "fp4"}:
+            rate = self.flops_per_s.get("bf16")
+        if rate is None:
+            raise NoPeak(f"no dense peak of {self.name} for {dtype} is known")
+        return rate * (self.clock_ratio if at_max_clock else 1.0)
+
+    @property
+    def clock_ratio(self) -> float:
+        """Maximum clock over sheet clock; 1 where either is unknown."""
+        if self.sheet_clock_hz is None or self.max_clock_hz is None:
+            return 1.0
+        return max(1.0, self.max_clock_hz / self.sheet_clock_hz)
+
+    def fraction(self, compute: float, memory: float) -> DevicePeaks:
+        """Return the peaks of a partition that owns these fractions of compute and of memory (MIG)."""
+        return replace(
+            self,
+            memory_bytes=self.memory_bytes * memory,
+            flops_per_s={dtype: rate * compute for dtype, rate in self.flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s * memory,
+            source=f"{self.source}; {compute:g} of its compute, {memory:g} of its memory",
+            l2_bytes=None if self.l2_bytes is None else self.l2_bytes * memory,
+        )
+
+
+def find_peaks(
+    name: str,
+    memory_total_bytes: int | None,
+    *,
+    compute_capability: str | None = None,
+    multiprocessors: int | None = None,
+    max_clock_hz: float | None = None,
+    memory_clock_hz: float | None = None,
+    memory_bus_bits: int | None = None,
+) -> DevicePeaks | None:
+    """Return the peaks of the device of this name and memory size, or None if it is not known.
+
+    `name` is the driver's ("NVIDIA H100 80GB HBM3"), or a short one ("H100 SXM"). A name that fits rows of
+    different memory sizes needs the size; without it, or with one that fits no row, there is no match. With
+    the last four arguments and a compute capability that is listed, the formula is used as a fallback and
+    flagged: it is twice too high on GeForce and four times on H20.
+    """
+    words, size_gb = _words(name)
+    hits = [row for row in ROWS if any(_words(alias)[0] == words for alias in row.names)]
+    if memory_total_bytes is not None:
+        hits = [row for row in hits if _fits(row, memory_total_bytes)]
+    elif size_gb is not None:
+        hits = [row for row in hits if row.memory_gb == size_gb] or hits
+    if len(hits) == 1:
+        return _peaks_of(hits[0], max_clock_hz)
+    if hits:
+        return None
+    if None in (compute_capability, multiprocessors, max_clock_hz, memory_clock_hz, memory_bus_bits):
+        return None
+    assert compute_capability and multiprocessors and max_clock_hz and memory_clock_hz and memory_bus_bits  # noqa: PT018
+    return formula_peaks(
+        name,
+        memory_total_bytes or 0,
+        compute_capability=compute_capability,
+        multiprocessors=multiprocessors,
+        max_clock_hz=max_clock_hz,
+        memory_clock_hz=memory_clock_hz,
+        memory_bus_bits=memory_bus_bits,
+    )
+
+
+def formula_peaks(
+    name: str,
+    memory_total_bytes: int,
+    *,
+    compute_capability: str,
+    multiprocessors: int,
+    max_clock_hz: float,
+    memory_clock_hz: float,
+    memory_bus_bits: int,
+) -> DevicePeaks | None:
+    """Return SMs x FLOP/clk/SM x clock and 2 x memory clock x bus / 8, flagged; None for an unlisted chip."""
+    per_clock = FLOP_PER_CLOCK_PER_SM.get(compute_capability)
+    if per_clock is None:
+        return None
+    bf16 = multiprocessors * per_clock * max_clock_hz
+    flops = {"bf16": bf16}
+    major = int(compute_capability.partition(".")[0])
+    if compute_capability == "8.9" or major >= 9:
+        flops["fp8"] = 2 * bf16
+    if major >= 10:
+        flops["fp4"] = 4 * bf16
+    return DevicePeaks(
+        name=name,
+        memory_bytes=float(memory_total_bytes),
+        flops_per_s=flops,
+        memory_bytes_per_s=2 * memory_clock_hz * memory_bus_bits / 8,
+        sheet_clock_hz=max_clock_hz,
+        max_clock_hz=max_clock_hz,
+        source=f"formula: {multiprocessors} SMs x {per_clock} FLOP/clk x maximum clock",
+        formula=True,
+        multiprocessors=multiprocessors,
+    )
+
+
+def _peaks_of(row: PeakRow, max_clock_hz: float | None) -> DevicePeaks:
+    flops = {
+        dtype: tera * 1e12
+        for dtype, tera in (("bf16", row.bf16), ("fp8", row.fp8), ("int8", row.int8), ("fp4", row.fp4))
+        if tera is not None
+    }
+    per_clock = FLOP_PER_CLOCK_PER_SM.get(row.compute_capability or "")
+    sheet_clock = None
+    if row.sheet_clock_mhz is not None:
+        sheet_clock = row.sheet_clock_mhz * 1e6
+    elif row.sms is not None and per_clock is not None and not row.capped:
+        sheet_clock = row.bf16 * 1e12 / (row.sms * per_clock)
+    sheet_max = None if row.max_clock_mhz is None else row.max_clock_mhz * 1e6
+    return DevicePeaks(
+        name=row.names[0],
+        memory_bytes=row.memory_gb * 1e9,
+        flops_per_s=flops,
+        memory_bytes_per_s=row.gb_per_s * 1e9,
+        sheet_clock_hz=sheet_clock,
+        max_clock_hz=sheet_max if max_clock_hz is None else max_clock_hz,
+        source=row.source,
+        multiprocessors=row.sms,
+        l2_bytes=None if row.l2_mb is None else row.l2_mb * 1e6,
+    )
+
+
+def _words(name: str) -> tuple[frozenset[str], float | None]:
+    """Split a name into its identifying words and the memory size that it states, in GB.
+
+    The maker's name, the size and the kind of memory identify nothing that the memory size does not.
+    """
+    text = name.lower()
+    size = re.search(r"(\d+)\s*gi?b\b", text)
+    text = re.sub(r"\d+\s*gi?b\b", " ", text)
+    words = frozenset(re.findall(r"[a-z0-9]+", text)) - _NOISE
+    return words, None if size is None else float(size.group(1))
+
+
+def _fits(row: PeakRow, memory_total_bytes: int) -> bool:
+    """Drivers count in powers of two, and report a little less than all (ECC, reserved)."""
+    return 0.92 * row.memory_gb * 1e9 <= memory_total_bytes <= 1.01 * row.memory_gb * 2**30

@@ -1,0 +1,81 @@
+"""Bounds of a step's time on a device: no step is faster than its arithmetic or its traffic allows.
+
+Compute and memory overlap, so the bound is the larger of the two, never their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuidle.agent.physics.peaks import DevicePeaks
+from gpuidle.agent.physics.work import Column, Work
+
+Limiter = Literal["compute", "memory"]
+Experts = Literal["fewest", "uniform"]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """Lower bound of a step's time in seconds, and what it is made of."""
+
+    seconds: Column
+    """max(compute_s, memory_s)."""
+    compute_s: Column
+    memory_s: Column
+
+
+def compute_time_s(
+    work: Work, peaks: DevicePeaks, *, at_max_clock: bool = False, executed: bool = False
+) -> Column:
+    """Return the seconds at the dense peak of each op's dtype: sum over dtypes of FLOPs / peak."""
+    total: Column = 0.0
+    for dtype, flops in (work.executed_flops if executed else work.flops).items():
+        if np.any(np.asarray(flops) != 0):
+            total = total + flops / peaks.rate(dtype, at_max_clock=at_max_clock)
+    return total
+
+
+def step_time_s(
+    work: Work, peaks: DevicePeaks, *, at_max_clock: bool = True, experts: Experts = "fewest"
+) -> Bound:
+    """Return the lower bound of the time of a step (or of a window's steps) on one GPU.
+
+    At the maximum clock, with the fewest experts, the bound is hard; at the sheet's clock and with uniform
+    routing it is what the sheet lets one expect, and a boosting card can beat it. Weights that fit the L2
+    cache can beat either.
+    """
+    compute = compute_time_s(work, peaks, at_max_clock=at_max_clock)
+    weights = work.weight_bytes_low if experts == "fewest" else work.weight_bytes
+    memory = (weights + work.kv_bytes) / peaks.memory_bytes_per_s
+    return Bound(seconds=_maximum(compute, memory), compute_s=compute, memory_s=memory)
+
+
+def intensity(work: Work) -> Column:
+    """Return useful FLOPs a byte moved; 0 where nothing moves."""
+    moved = np.asarray(work.total_bytes, dtype=np.float64)
+    flops = np.asarray(work.total_flops, dtype=np.float64)
+    ratio: NDArray[np.float64] = np.divide(flops, moved, out=np.zeros(moved.shape), where=moved > 0)
+    return float(ratio) if ratio.ndim == 0 else ratio
+
+
+def ridge(peaks: DevicePeaks, dtype: str, *, at_max_clock: bool = False) -> float:
+    """Return the FLOPs a byte from which on `dtype` is bound by compute. Raises NoPeak."""
+    return peaks.rate(dtype, at_max_clock=at_max_clock) / peaks.memory_bytes_per_s
+
+
+def limiter(work: Work, peaks: DevicePeaks) -> Limiter | NDArray[np.str_]:
+    """Return what bounds the step at the sheet's clock, by time rather than by a mixed intensity."""
+    bound = step_time_s(work, peaks, at_max_clock=False, experts="uniform")
+    by_compute = np.asarray(bound.compute_s) > np.asarray(bound.memory_s)
+    if by_compute.ndim == 0:
+        return "compute" if by_compute else "memory"
+    return np.where(by_compute, "compute", "memory")
+
+
+def _maximum(a: Column, b: Column) -> Column:
+    larger: NDArray[np.float64] = np.maximum(a, b)
+    return float(larger) if larger.ndim == 0 else larger
