@@ -1,0 +1,89 @@
+"""What the counters of one device say of one window: integrals, never means of unequal windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from gpuidle.agent.model import RATIO_STEP, RUNGS, CounterSeries, GpuReading, Rung
+
+
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
+    """Integrals over the observed part of a window; None where no counter tells."""
+
+    rung: Rung
+    observed_ns: int
+    active_ns: float | None = None
+    active_measured: bool = False
+    tensor_ns: float | None = None
+    """Tensor-active time at the clock of the moment."""
+    sm_ns: float | None = None
+    dram_bytes: float | None = None
+    sm_clock_hz: float | None = None
+
+
+def activity(
+    series: Sequence[CounterSeries],
+    reading: GpuReading | None,
+    start_ns: int,
+    end_ns: int,
+    observed_ns: int,
+) -> Activity:
+    """Return the integrals of [start_ns, end_ns) by the best rung that saw any of it.
+
+    Samples that straddle an edge count in proportion. Where samples cover a part of the window only, the rest
+    is unobserved. Without samples NVML's busy share stands for the tick (an estimate: it is the driver's own
+    sampling of its last period).
+    """
+    for rung in RUNGS:
+        rows = [s for s in series if s.rung == rung and _overlaps(s, start_ns, end_ns)]
+        if rows:
+            seen = _integrate(rows, rung, start_ns, end_ns)
+            if seen.observed_ns > 0:
+                return seen
+    if reading is None:
+        return Activity(rung="nvml", observed_ns=0)
+    busy = reading.busy_ratio
+    return Activity(
+        rung="nvml",
+        observed_ns=observed_ns,
+        active_ns=None if busy is None else busy * observed_ns,
+        sm_clock_hz=reading.sm_clock_hz,
+    )
+
+
+def _overlaps(series: CounterSeries, start_ns: int, end_ns: int) -> bool:
+    return bool(series.end_ns[-1] > start_ns and series.end_ns[0] - series.width_ns[0] < end_ns)
+
+
+def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns: int) -> Activity:
+    end = np.concatenate([s.end_ns for s in rows])
+    width = np.concatenate([s.width_ns for s in rows])
+    inside = np.maximum(0, np.minimum(end, end_ns) - np.maximum(end - width, start_ns))
+    covered_ns = int(inside.sum())
+
+    def ratio(name: str) -> float | None:
+        columns = [getattr(s, name) for s in rows]
+        if any(column is None for column in columns):
+            return None
+        return float(np.dot(np.concatenate(columns).astype(np.float64), inside)) * RATIO_STEP
+
+    def rate(names: tuple[str, ...]) -> float | None:
+        columns = [[getattr(s, name) for s in rows] for name in names]
+        if any(column is None for each in columns for column in each):
+            return None
+        return float(sum(np.dot(np.concatenate(each), inside) for each in columns)) / 1e9
+
+    clock = rate(("sm_clock_hz",))
+    return Activity(
+        rung=rung,
+        observed_ns=min(covered_ns, end_ns - start_ns),
+        active_ns=ratio("gr_active"),
+        active_measured=True,
+        tensor_ns=ratio("tensor_active"),
+        sm_ns=ratio("sm_active"),
+        dram_bytes=rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s")),
+        sm_clock_hz=None if clock is None or not covered_ns else clock * 1e9 / covered_ns,
+    )

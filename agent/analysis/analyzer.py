@@ -1,0 +1,289 @@
+"""Snapshots in, Frames out. Pure: time comes with the snapshots, and nothing else is asked.
+
+Tokens and gauges are told at once. Phases and ledgers are told of *settled* windows, `settle_ns` behind:
+the last chunk of a prompt brings the tokens of the chunks before it, and the step after a gap tells what
+the gap was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from gpuidle.agent.analysis.activity import activity
+from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
+from gpuidle.agent.analysis.rates import Sums, spread_late_prompts, sums_between
+from gpuidle.agent.analysis.settle import EngineWindow, holders, settle_engine, settle_gpu
+from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
+from gpuidle.agent.model import EngineReading, Frame, Problem, Snapshot
+from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture, shape_from_config
+
+FORGET_NS = 600 * 10**9
+"""A device or engine that has not been seen for ten minutes is gone; its totals begin anew if it returns."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the analysis is told by configuration."""
+
+    settle_ns: int = 2 * 10**9
+    """How long a window waits for late tokens."""
+    trailing_ns: int = 60 * 10**9
+    """Window of the gauges."""
+    price_per_hour: dict[str, float] = {}
+    """Price of a GPU-hour by device name; "" is any device."""
+    currency: str = "USD"
+
+
+class Analyzer:
+    """Turns a session's Snapshots, in order, into Frames. One instance a session."""
+
+    def __init__(self, settings: Settings = Settings()) -> None:  # noqa: B008  # frozen
+        self._settings = settings
+        self._before: Snapshot | None = None
+        self._missed = 0
+        self._pending: deque[Pending] = deque()
+        self._gpus: dict[str, GpuTrack] = {}
+        self._engines: dict[str, EngineTrack] = {}
+        self._shapes: dict[str, ModelShape | Problem] = {}
+
+    def feed(self, snapshot: Snapshot) -> Frame:
+        """Take the next Snapshot and return its Frame."""
+        before, now_ns = self._before, snapshot.monotonic_ns
+        problems = list(snapshot.problems)
+        if before is not None and now_ns <= before.monotonic_ns:
+            # A monotonic clock cannot do this: a file was spliced, or two sessions were mixed.
+            problems.append(_backwards(before, snapshot))
+            before = None
+            self._pending.clear()
+        problems += _suspend(before, snapshot)
+        for reading in snapshot.gpus or ():
+            track = self._gpus.get(reading.hw_id)
+            if track is None:
+                self._gpus[reading.hw_id] = GpuTrack(reading=reading, last_seen_ns=now_ns)
+            else:
+                track.reading, track.last_seen_ns = reading, now_ns
+        for series in snapshot.counters:
+            if series.hw_id in self._gpus and len(series):
+                self._gpus[series.hw_id].counters.append(series)
+        for engine in snapshot.engines:
+            problems += self._read_engine(engine, snapshot)
+        for steps in snapshot.steps:
+            if steps.engine_id in self._engines and len(steps):
+                self._engines[steps.engine_id].steps.append(steps)
+        self._forget(now_ns)
+        if before is not None:
+            self._pending.append(_pending(before, snapshot))
+        while self._pending and now_ns - self._pending[0].end_ns >= self._settings.settle_ns:
+            problems += self._settle(self._pending.popleft())
+        self._before = snapshot
+        self._missed += snapshot.missed_ticks
+        return self._frame(snapshot, before, problems)
+
+    def _read_engine(self, reading: EngineReading, snapshot: Snapshot) -> list[Problem]:
+        problems: list[Problem] = []
+        track = self._engines.get(reading.engine_id)
+        if track is None:
+            track = self._engines[reading.engine_id] = EngineTrack(reading=reading, last_seen_ns=0)
+        track.reading, track.last_seen_ns = reading, snapshot.monotonic_ns
+        if reading.counters:
+            sums: Sums | None = None
+            if track.counted is not None:
+                sums, faults = sums_between(track.counted, reading)
+                problems += faults
+            elif self._before is not None and _started_after(reading, self._before):
+                sums, faults = sums_between(_unborn(reading, self._before), reading)
+                problems += faults
+            track.counted, track.last_sums = reading, sums
+            _count_prefix(track, reading, self._settings.trailing_ns)
+            if sums is not None:
+                _add_tokens(track, sums)
+                track.sums = deque(spread_late_prompts([*track.sums, sums]))
+            else:
+                for name in ("prefill_total", "decode_total"):
+                    setattr(track, name, getattr(track, name) or 0)
+        else:
+            track.last_sums = None
+        shape = self._shape(reading, snapshot.texts)
+        if isinstance(shape, Problem):
+            problems.append(shape)
+        return problems
+
+    def _shape(self, reading: EngineReading, texts: Mapping[str, str]) -> ModelShape | Problem | None:
+        """Return the model's shape, read once per text; a Problem where it cannot be told."""
+        key = reading.model_text
+        if key is None:
+            return None
+        if key not in self._shapes:
+            text = texts.get(key)
+            if text is None:
+                return None
+            try:
+                self._shapes[key] = shape_from_config(json.loads(text))
+            except UnknownArchitecture as error:
+                self._shapes[key] = _no_shape(reading, str(error))
+            except (ValueError, TypeError, KeyError) as error:
+                self._shapes[key] = _no_shape(reading, f"model configuration of {key}: {error}")
+        return self._shapes[key]
+
+    def _known_shape(self, reading: EngineReading) -> ModelShape | None:
+        shape = self._shapes.get(reading.model_text or "")
+        return shape if isinstance(shape, ModelShape) else None
+
+    def _settle(self, window: Pending) -> list[Problem]:
+        problems: list[Problem] = []
+        span = (window.start_ns, window.end_ns)
+        gpus = window.gpus or {}
+        held = holders(list(gpus.values()), list(window.engines.values()))
+        seen = {
+            hw_id: activity(list(track.counters), gpus.get(hw_id), *span, window.observed_ns)
+            for hw_id, track in self._gpus.items()
+        }
+        done: dict[str, EngineWindow] = {}
+        for key in window.engines:
+            track = self._engines.get(key)
+            if track is not None:
+                active = [seen[hw_id].active_ns for hw_id in held.get(key, ()) if hw_id in seen]
+                shape = self._known_shape(window.engines[key])
+                done[key] = settle_engine(track, window, shape, mean_known(active))
+        for hw_id, gpu in self._gpus.items():
+            engines = [engine for key, engine in done.items() if hw_id in held.get(key, ())]
+            problems += settle_gpu(gpu, window, seen[hw_id], engines, self._settings.trailing_ns)
+        for track in self._engines.values():
+            # One settled window is kept: a prompt may reach back into it only while it is pending.
+            while track.sums and track.sums[0].end_ns <= window.end_ns:
+                track.sums.popleft()
+            # The step before a gap is needed as well as the one after it.
+            while len(track.steps) > 1 and int(track.steps[1].end_ns[0]) <= window.end_ns:
+                track.steps.popleft()
+        return problems
+
+    def _price(self, name: str) -> float | None:
+        prices = self._settings.price_per_hour
+        return prices.get(name, prices.get(""))
+
+    def _forget(self, now_ns: int) -> None:
+        limit_ns = now_ns - FORGET_NS
+        self._gpus = {key: track for key, track in self._gpus.items() if track.last_seen_ns > limit_ns}
+        self._engines = {key: t for key, t in self._engines.items() if t.last_seen_ns > limit_ns}
+        used = {track.reading.model_text for track in self._engines.values()}
+        self._shapes = {key: shape for key, shape in self._shapes.items() if key in used}
+
+    def _frame(self, snapshot: Snapshot, before: Snapshot | None, problems: list[Problem]) -> Frame:
+        now = {engine.engine_id for engine in snapshot.engines}
+        held = holders(snapshot.gpus or (), snapshot.engines)
+        unique = {(p.source, p.kind, p.subject, p.message): p for p in problems}
+        return Frame(
+            sequence=snapshot.sequence,
+            monotonic_ns=snapshot.monotonic_ns,
+            wall_ns=snapshot.wall_ns,
+            node=snapshot.node,
+            interval_ns=snapshot.monotonic_ns - before.monotonic_ns if before else 0,
+            lateness_ns=snapshot.lateness_ns,
+            missed_ticks_total=self._missed,
+            gpus=tuple(
+                gpu_frame(
+                    track,
+                    snapshot,
+                    tuple(key for key, gpus in held.items() if hw_id in gpus),
+                    self._engines,
+                    self._known_shape,
+                    self._price(track.reading.name),
+                    self._settings.currency,
+                )
+                for hw_id, track in sorted(self._gpus.items(), key=lambda item: item[1].reading.index)
+            ),
+            gpu_source=snapshot.gpus is not None,
+            engines=tuple(
+                engine_frame(track, held.get(key, ()))
+                for key, track in sorted(self._engines.items())
+                if key in now
+            ),
+            problems=tuple(unique.values()),
+            runs=snapshot.runs,
+        )
+
+
+def _pending(before: Snapshot, snapshot: Snapshot) -> Pending:
+    window_ns = snapshot.monotonic_ns - before.monotonic_ns
+    return Pending(
+        start_ns=before.monotonic_ns,
+        end_ns=snapshot.monotonic_ns,
+        # Gauges describe the last tick; of the ticks that were missed nobody saw anything.
+        observed_ns=window_ns // (1 + snapshot.missed_ticks),
+        gpus=None if snapshot.gpus is None else {gpu.hw_id: gpu for gpu in snapshot.gpus},
+        engines={engine.engine_id: engine for engine in snapshot.engines},
+    )
+
+
+def _started_after(reading: EngineReading, before: Snapshot) -> bool:
+    return reading.root_start_ns is not None and reading.root_start_ns > before.boottime_ns
+
+
+def _unborn(reading: EngineReading, before: Snapshot) -> EngineReading:
+    """Return the reading that would have been made before the engine began to count."""
+    rows = tuple(msgspec.structs.replace(row, read_ns=before.monotonic_ns) for row in reading.counters or ())
+    return msgspec.structs.replace(reading, counters=rows, root_pid=-1)
+
+
+def _add_tokens(track: EngineTrack, sums: Sums) -> None:
+    for name, value in (
+        ("prefill_total", sums.prefill_tokens),
+        ("decode_total", sums.decode_tokens),
+        ("draft_total", sums.draft_tokens),
+        ("accepted_total", sums.accepted_tokens),
+        ("preemptions_total", sums.preemptions),
+    ):
+        if value is not None:
+            setattr(track, name, (getattr(track, name) or 0) + value)
+
+
+def _count_prefix(track: EngineTrack, reading: EngineReading, trailing_ns: int) -> None:
+    """Follow the prefix cache's own counters: they may come more seldom than the others."""
+    rows = reading.counters or ()
+    queries = [row.prefix_query_tokens for row in rows]
+    hits = [row.prefix_hit_tokens for row in rows]
+    if any(value is None for value in (*queries, *hits)):
+        return
+    now = (sum(value or 0 for value in queries), sum(value or 0 for value in hits))
+    past, track.prefix_last = track.prefix_last, now
+    if past is not None and now >= past:
+        track.prefix.append((reading.read_ns, now[0] - past[0], now[1] - past[1]))
+    while track.prefix and track.prefix[0][0] <= reading.read_ns - trailing_ns:
+        track.prefix.popleft()
+
+
+def _no_shape(reading: EngineReading, message: str) -> Problem:
+    return Problem(
+        source="physics",
+        kind="no_flop_basis",
+        message=message,
+        remedy="phases and counters are not affected; the FLOP basis needs a model gpuidle knows",
+        subject=reading.engine_id,
+    )
+
+
+def _backwards(before: Snapshot, snapshot: Snapshot) -> Problem:
+    return Problem(
+        source="session",
+        kind="time_went_back",
+        message=f"snapshot {snapshot.sequence} is older than snapshot {before.sequence}: window dropped",
+        remedy="sessions of different boots cannot be joined; replay them one by one",
+    )
+
+
+def _suspend(before: Snapshot | None, snapshot: Snapshot) -> list[Problem]:
+    if before is None:
+        return []
+    slept_ns = (snapshot.boottime_ns - before.boottime_ns) - (snapshot.monotonic_ns - before.monotonic_ns)
+    if slept_ns < 10**9:
+        return []
+    return [
+        Problem(
+            source="clock",
+            kind="suspended",
+            message=f"the machine was suspended for {slept_ns / 1e9:.0f} s: that time is in no figure",
+        )
+    ]

@@ -1,0 +1,178 @@
+"""From tracks to the frame's rows: trailing integrals with their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from gpuidle.agent.analysis.settle import device_peaks
+from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Settled
+from gpuidle.agent.model import EngineFrame, EngineReading, Evidence, Figure, GpuFrame, Peak, Rung, Snapshot
+from gpuidle.agent.physics.shapes import ModelShape
+
+
+def gpu_frame(
+    track: GpuTrack,
+    snapshot: Snapshot,
+    engine_ids: tuple[str, ...],
+    engines: Mapping[str, EngineTrack],
+    shape_of: Callable[[EngineReading], ModelShape | None],
+    price_per_hour: float | None,
+    currency: str,
+) -> GpuFrame:
+    """Return one device's row; a device that was not read in this snapshot shows totals only."""
+    known = track.reading
+    here = next((gpu for gpu in snapshot.gpus or () if gpu.hw_id == known.hw_id), None)
+    peaks = device_peaks(known)
+    dtypes = {shape.compute_dtype for key in engine_ids if (shape := shape_of(engines[key].reading))}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "bf16"
+    peak = None
+    if peaks is not None:
+        peak = Peak(
+            dtype=dtype,
+            flops_per_s=peaks.rate(dtype),
+            memory_bytes_per_s=peaks.memory_bytes_per_s,
+            sheet_clock_hz=peaks.sheet_clock_hz,
+            source=peaks.source,
+        )
+    trailing = list(track.trailing)
+    rung: Rung = track.rung
+    held = {pid for key in engine_ids for pid in engines[key].reading.pids}
+    processes = None if here is None or here.processes is None else here.processes
+    return GpuFrame(
+        hw_id=known.hw_id,
+        index=known.index,
+        name=known.name,
+        vendor=known.vendor,
+        parent_hw_id=known.parent_hw_id,
+        rung=rung,
+        window_ns=track.window_ns,
+        causes_ns=dict(track.causes_ns),
+        estimated_causes=track.estimated,
+        causes_total_ns=dict(track.causes_total_ns),
+        phases=track.shares,
+        phases_total_ns=dict(track.phases_total_ns),
+        idle=_idle(trailing, rung),
+        tensor_active=_ratio(trailing, "tensor_cycles_ns", rung),
+        sm_active=_ratio(trailing, "sm_ns", rung),
+        dram_bandwidth=_bandwidth(trailing, peak, rung),
+        roofline_attained=_attained(trailing),
+        busy=_ratio(trailing, "active_ns", rung),
+        peak=peak,
+        price_per_hour=price_per_hour,
+        currency=currency,
+        engine_ids=engine_ids,
+        process_count=None if processes is None else len(processes),
+        foreign_process_count=None if processes is None else sum(p.pid not in held for p in processes),
+        memory_total_bytes=known.memory_total_bytes,
+        memory_used_bytes=here.memory_used_bytes if here else None,
+        power_watts=here.power_watts if here else None,
+        power_limit_watts=here.power_limit_watts if here else None,
+        energy_joules=here.energy_joules if here else None,
+        temperature_celsius=here.temperature_celsius if here else None,
+        sm_clock_hz=here.sm_clock_hz if here else None,
+        sm_clock_max_hz=known.sm_clock_max_hz,
+        memory_busy_ratio=here.memory_busy_ratio if here else None,
+        clock_events=here.clock_events if here else None,
+    )
+
+
+def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...]) -> EngineFrame:
+    """Return one engine's row."""
+    reading, sums = track.reading, track.last_sums
+    rows = reading.counters or ()
+    window_s = sums.window_ns / 1e9 if sums else 0.0
+    queries = sum(row[1] for row in track.prefix)
+    running = [row.requests_running for row in rows]
+    waiting = [row.requests_waiting for row in rows]
+    usage = [row.kv_usage_ratio for row in rows]
+    return EngineFrame(
+        engine_id=reading.engine_id,
+        engine=reading.engine,
+        model=reading.model,
+        role=reading.role,
+        state=reading.state,
+        evidence="measured" if rows else "unknown",
+        url=reading.url,
+        version=reading.version,
+        hw_ids=hw_ids,
+        parallelism=reading.parallelism,
+        window_ns=sums.window_ns if sums else 0,
+        prefill_tokens_per_s=_per_s(sums.prefill_tokens if sums else None, window_s),
+        decode_tokens_per_s=_per_s(sums.decode_tokens if sums else None, window_s),
+        prefill_tokens_total=track.prefill_total,
+        decode_tokens_total=track.decode_total,
+        draft_tokens_total=track.draft_total,
+        accepted_tokens_total=track.accepted_total,
+        preemptions_total=track.preemptions_total,
+        useful_flops_total=track.flops_total,
+        steps_total=dict(track.steps_total),
+        phases=track.shares,
+        requests_running=_sum_known(running),
+        requests_waiting=_sum_known(waiting),
+        kv_usage_ratio=mean_known(usage),
+        prefix_hit_ratio=sum(row[2] for row in track.prefix) / queries if queries else None,
+    )
+
+
+def _per_s(count: int | None, window_s: float) -> float | None:
+    return None if count is None or window_s <= 0 else count / window_s
+
+
+def _sum_known(values: Sequence[int | None]) -> int | None:
+    return None if not values or any(v is None for v in values) else sum(v for v in values if v is not None)
+
+
+def mean_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values; None if there is none or any is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _figure(value: float, low: float, high: float, evidence: Evidence, seen_ns: int, source: str) -> Figure:
+    return Figure(value=value, low=low, high=high, evidence=evidence, window_ns=seen_ns, source=source)
+
+
+def _ratio(trailing: Sequence[Settled], name: str, rung: Rung) -> Figure | None:
+    """Integrate a time over the windows in which it is known; None if there is none."""
+    rows = [row for row in trailing if getattr(row, name) is not None and row.observed_ns]
+    seen_ns = sum(row.observed_ns for row in rows)
+    if not seen_ns:
+        return None
+    value = sum(getattr(row, name) for row in rows) / seen_ns
+    evidence: Evidence = "estimated" if rung == "nvml" else "measured"
+    return _figure(value, value, value, evidence, seen_ns, rung)
+
+
+def _bandwidth(trailing: Sequence[Settled], peak: Peak | None, rung: Rung) -> Figure | None:
+    rows = [row for row in trailing if row.dram_bytes is not None and row.observed_ns]
+    seen_ns = sum(row.observed_ns for row in rows)
+    if not seen_ns or peak is None:
+        return None
+    value = sum(row.dram_bytes or 0.0 for row in rows) / (seen_ns / 1e9) / peak.memory_bytes_per_s
+    return _figure(value, value, value, "measured", seen_ns, rung)
+
+
+def _attained(trailing: Sequence[Settled]) -> Figure | None:
+    """Return the roofline's time over the time with work on the GPU: 1 is all that the hardware allows."""
+    rows = [row for row in trailing if row.bound_ns is not None and row.active_ns]
+    active_ns = sum(row.active_ns or 0.0 for row in rows)
+    if not active_ns:
+        return None
+    value = sum(row.bound_ns or 0.0 for row in rows) / active_ns
+    return _figure(value, value, value, "estimated", sum(row.observed_ns for row in rows), "work model")
+
+
+def _idle(trailing: Sequence[Settled], rung: Rung) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    rows = [row for row in trailing if row.useful_ns is not None and row.observed_ns]
+    seen_ns = sum(row.observed_ns for row in rows)
+    if seen_ns:
+        low, middle, high = (sum(row.useful_ns[i] for row in rows if row.useful_ns) for i in range(3))
+        figures["flops"] = _figure(
+            1 - middle / seen_ns, 1 - high / seen_ns, 1 - low / seen_ns, "estimated", seen_ns, "work model"
+        )
+    tensor = _ratio(trailing, "tensor_cycles_ns", rung)
+    if tensor is not None:
+        idle = 1 - tensor.value
+        figures["tensor_pipe"] = _figure(idle, idle, idle, tensor.evidence, tensor.window_ns, rung)
+    return figures

@@ -1,0 +1,211 @@
+"""From cumulative engine counters to sums of one window, with resets, restarts and late tokens.
+
+An engine's counters are exact sums but tell nothing about when inside the window they moved, and a prompt
+that is computed in chunks is booked whole at its last chunk (vLLM). `spread_late_prompts` gives those
+tokens back to the windows in which they were computed, before a window settles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gpuidle.agent.analysis.integers import split
+from gpuidle.agent.model import EngineCounters, EngineReading, Problem
+
+TOKENS_PER_S_LIMIT = 1e8
+"""More than a whole rack can do: a counter that moves faster is no counter."""
+
+
+class Sums(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine did in one window, all its cores together. None: the engine does not tell."""
+
+    start_ns: int
+    end_ns: int
+    prefill_tokens: int | None
+    """Prompt tokens computed."""
+    prefill_exact: bool
+    """False: the engine does not tell cached prompt tokens apart, this is an upper bound."""
+    generated_tokens: int | None
+    first_tokens: int | None
+    time_to_first_token_s: float | None
+    counted_steps: int | None
+    draft_tokens: int | None = None
+    accepted_tokens: int | None = None
+    preemptions: int | None = None
+    prefix_query_tokens: int | None = None
+    prefix_hit_tokens: int | None = None
+    running: tuple[int | None, int | None] = (None, None)
+    """At the two edges."""
+    waiting: tuple[int | None, int | None] = (None, None)
+    kv_usage_ratio: tuple[float | None, float | None] = (None, None)
+    reset: bool = False
+    """The engine restarted inside the window: the sums cover the part after it only."""
+
+    @property
+    def window_ns(self) -> int:
+        """Length of the window."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def decode_tokens(self) -> int | None:
+        """Tokens that a decode made: a request's first token comes from its prefill."""
+        if self.generated_tokens is None or self.first_tokens is None:
+            return None
+        return max(0, self.generated_tokens - self.first_tokens)
+
+    @property
+    def moved(self) -> bool:
+        """Whether any token moved."""
+        return bool(self.prefill_tokens or self.generated_tokens or self.first_tokens)
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing running, nothing waiting at both edges, and no token moved: all of it known."""
+        gauges = (*self.running, *self.waiting)
+        known = self.prefill_tokens is not None and self.generated_tokens is not None
+        return known and not self.moved and not self.reset and all(value == 0 for value in gauges)
+
+    @property
+    def always_running(self) -> bool:
+        """Requests were running at both edges."""
+        return all(value is not None and value > 0 for value in self.running)
+
+
+_SUMMED = (
+    "prompt_tokens",
+    "computed_prompt_tokens",
+    "generated_tokens",
+    "first_tokens",
+    "time_to_first_token_s",
+    "counted_steps",
+    "draft_tokens",
+    "accepted_tokens",
+    "preemptions",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+)
+
+
+def total(rows: Sequence[EngineCounters], field: str) -> float | None:
+    """Return the sum of `field` over the cores; None if any of them does not tell."""
+    values = [getattr(row, field) for row in rows]
+    return None if not values or any(value is None for value in values) else sum(values)
+
+
+def mean(rows: Sequence[EngineCounters], field: str) -> float | None:
+    """Return the mean of `field` over the cores; None if any of them does not tell."""
+    whole = total(rows, field)
+    return None if whole is None else whole / len(rows)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def restarted(before: EngineReading, after: EngineReading) -> bool:
+    """Whether the engine is another process than before, or one of its counters fell."""
+    if before.root_pid != after.root_pid or before.root_start_ns != after.root_start_ns:
+        return True
+    old = {row.rank: row for row in before.counters or ()}
+    for row in after.counters or ():
+        past = old.get(row.rank)
+        for field in _SUMMED if past else ():
+            was, now = getattr(past, field), getattr(row, field)
+            if was is not None and now is not None and now < was:
+                return True
+    return False
+
+
+def sums_between(before: EngineReading, after: EngineReading) -> tuple[Sums | None, tuple[Problem, ...]]:
+    """Return what the engine did between two readings of it.
+
+    A restart (another root process, or any counter below its last value) makes the window count from 0: the
+    engine's counters began anew inside it. Implausible jumps give no sums and a Problem.
+    """
+    old, new = before.counters, after.counters
+    if not old or not new:
+        return None, ()
+    start_ns = max(row.read_ns for row in old)
+    end_ns = max(row.read_ns for row in new)
+    if end_ns <= start_ns:
+        return None, ()
+    reset = restarted(before, after) or {r.rank for r in old} != {r.rank for r in new}
+    delta: dict[str, float | None] = {}
+    for field in _SUMMED:
+        was, now = total(old, field), total(new, field)
+        delta[field] = None if now is None else now if reset else None if was is None else now - was
+    window_s = (end_ns - start_ns) / 1e9
+    for field in ("prompt_tokens", "computed_prompt_tokens", "generated_tokens", "counted_steps"):
+        moved = delta[field]
+        if moved is not None and moved > TOKENS_PER_S_LIMIT * window_s:
+            problem = Problem(
+                source=after.engine,
+                kind="bad_reading",
+                message=f"{field} moved by {moved:.3g} in {window_s:.1f} s: not believed",
+                remedy="check that the endpoint is the engine it says it is",
+                subject=after.engine_id,
+            )
+            return None, (problem,)
+    computed = delta["computed_prompt_tokens"]
+    exact = computed is not None
+    if computed is None:
+        prompts, hits = delta["prompt_tokens"], delta["prefix_hit_tokens"]
+        computed = None if prompts is None else max(0, prompts - (hits or 0))
+        # Hits count when a request is scheduled and prompts when it is through: only without a hit exact.
+        exact = prompts == 0 or hits == 0
+    rest: tuple[Sequence[EngineCounters], ...] = ((), new) if reset else (old, new)
+    return (
+        Sums(
+            start_ns=start_ns,
+            end_ns=end_ns,
+            prefill_tokens=_whole(computed),
+            prefill_exact=exact,
+            generated_tokens=_whole(delta["generated_tokens"]),
+            first_tokens=_whole(delta["first_tokens"]),
+            time_to_first_token_s=delta["time_to_first_token_s"],
+            counted_steps=_whole(delta["counted_steps"]) if after.steps_reliable else None,
+            draft_tokens=_whole(delta["draft_tokens"]),
+            accepted_tokens=_whole(delta["accepted_tokens"]),
+            preemptions=_whole(delta["preemptions"]),
+            prefix_query_tokens=_whole(delta["prefix_query_tokens"]),
+            prefix_hit_tokens=_whole(delta["prefix_hit_tokens"]),
+            running=(_whole(total(rest[0], "requests_running")), _whole(total(new, "requests_running"))),
+            waiting=(_whole(total(rest[0], "requests_waiting")), _whole(total(new, "requests_waiting"))),
+            kv_usage_ratio=(mean(rest[0], "kv_usage_ratio"), mean(new, "kv_usage_ratio")),
+            reset=reset,
+        ),
+        (),
+    )
+
+
+def spread_late_prompts(windows: Sequence[Sums]) -> list[Sums]:
+    """Give the prompt tokens of the last window back to the windows in which they were computed.
+
+    A prompt computed in chunks is booked when its last chunk is through; its computation began no earlier
+    than its request arrived, which the mean time to first token tells. Without a queue the prefill fills
+    that span evenly. With requests waiting the span would include the wait, and the windows before have
+    prompt tokens of their own: then nothing is moved. Sums over all windows stay as they are.
+    """
+    moved = list(windows)
+    last = moved[-1] if moved else None
+    if last is None or len(moved) < 2 or not last.prefill_tokens or not last.first_tokens:
+        return moved
+    if last.time_to_first_token_s is None or any(last.waiting) or last.reset:
+        return moved
+    span_ns = last.time_to_first_token_s * 1e9 / last.first_tokens
+    # The first tokens came somewhere in the window; its middle is unbiased, its end is sure for a single
+    # token only when the window is at rest after it.
+    end_ns = (last.start_ns + last.end_ns) / 2
+    start_ns = end_ns - span_ns
+    overlaps = [
+        max(0.0, min(end_ns, w.end_ns) - max(start_ns, w.start_ns)) if not w.reset else 0.0 for w in moved
+    ]
+    if sum(overlaps[:-1]) <= 0:
+        return moved
+    for i, part in enumerate(split(last.prefill_tokens, overlaps)):
+        own = moved[i].prefill_tokens
+        base = 0 if i == len(moved) - 1 else own
+        moved[i] = msgspec.structs.replace(moved[i], prefill_tokens=None if base is None else base + part)
+    return moved

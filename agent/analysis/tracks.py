@@ -1,0 +1,95 @@
+"""What the analyzer keeps of each engine and each GPU between snapshots. Bounded by the windows kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from gpuidle.agent.analysis.phase import DecodePace
+from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.model import (
+    CAUSES,
+    PHASES,
+    CounterSeries,
+    EngineReading,
+    GpuReading,
+    Rung,
+    Shares,
+    StepSeries,
+)
+
+NOTHING = Shares(window_ns=0)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """One settled window of a GPU, for trailing integrals. Times in ns of the window, bytes, FLOPs."""
+
+    end_ns: int
+    observed_ns: int
+    active_ns: float | None
+    tensor_cycles_ns: float | None
+    """Tensor-active time at the sheet's clock."""
+    sm_ns: float | None
+    dram_bytes: float | None
+    useful_ns: tuple[float, float, float] | None
+    """Low, estimate, high: useful FLOPs over the dense peaks, in ns."""
+    bound_ns: float | None
+    """What the roofline allows for the window's work."""
+
+
+@dataclass
+class GpuTrack:
+    """One device."""
+
+    reading: GpuReading
+    """The last one; static facts only once the device is lost."""
+    last_seen_ns: int
+    causes_total_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    phases_total_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    causes_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    estimated: tuple[str, ...] = ()
+    window_ns: int = 0
+    shares: Shares = NOTHING
+    rung: Rung = "nvml"
+    trailing: deque[Settled] = field(default_factory=deque)
+    counters: deque[CounterSeries] = field(default_factory=deque)
+
+
+@dataclass
+class EngineTrack:
+    """One engine."""
+
+    reading: EngineReading
+    """The last one."""
+    last_seen_ns: int
+    counted: EngineReading | None = None
+    """The last one with counters."""
+    last_sums: Sums | None = None
+    sums: deque[Sums] = field(default_factory=deque)
+    """Windows that are not settled yet, late prompts given back."""
+    prefix: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(end_ns, queries, hits) of the trailing window."""
+    prefix_last: tuple[int, int] | None = None
+    steps: deque[StepSeries] = field(default_factory=deque)
+    pace: DecodePace = field(default_factory=DecodePace)
+    shares: Shares = NOTHING
+    steps_total: dict[str, int] = field(default_factory=dict)
+    prefill_total: int | None = None
+    decode_total: int | None = None
+    draft_total: int | None = None
+    accepted_total: int | None = None
+    preemptions_total: int | None = None
+    flops_total: float | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A window between two snapshots that waits for late tokens and for the steps after it."""
+
+    start_ns: int
+    end_ns: int
+    observed_ns: int
+    gpus: dict[str, GpuReading] | None
+    """Readings at its end; None: no GPU source answered."""
+    engines: dict[str, EngineReading]

@@ -1,0 +1,122 @@
+"""FLOPs and bytes of a window from its token sums: the bridge from `rates` to `physics`.
+
+The sums do not tell each request's context, so the attention term is estimated from means and carries wide
+bounds; the linear terms are exact for the tokens counted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.model import EngineReading
+from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
+from gpuidle.agent.physics.shapes import ModelShape
+from gpuidle.agent.physics.work import work
+
+REACHABLE_BANDWIDTH_RATIO = 0.93
+"""Of the sheet's bandwidth, what DRAM has been seen to reach in decode (read means up to 96 % in published
+Nsight traces of an H100, best copies 0.92-0.94). `calibrate` will replace it by this device's own."""
+
+
+class WindowWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of one engine in one window on one of its GPUs."""
+
+    flops_by_dtype: dict[str, float]
+    flops_low: float
+    flops_high: float
+    bytes_moved: float | None
+    """Weights once a step and the KV read; None where the steps are not known."""
+
+    @property
+    def flops(self) -> float:
+        """All dtypes together."""
+        return sum(self.flops_by_dtype.values())
+
+    def useful_s(self, peaks: DevicePeaks) -> float | None:
+        """Return the seconds this work takes at the dense peaks; None where a dtype has no peak."""
+        try:
+            return sum(flops / peaks.rate(dtype) for dtype, flops in self.flops_by_dtype.items() if flops)
+        except NoPeak:
+            return None
+
+
+def mean_context_tokens(sums: Sums, reading: EngineReading) -> float | None:
+    """Return the mean context of the running sequences from KV usage and capacity; None if not known."""
+    capacity = reading.limits.kv_capacity_tokens
+    usage = [value for value in sums.kv_usage_ratio if value is not None]
+    running = [value for value in sums.running if value is not None]
+    if capacity is None or not usage or not running or sum(running) == 0:
+        return None
+    return capacity * (sum(usage) / len(usage)) / (sum(running) / len(running))
+
+
+def window_steps(sums: Sums, reading: EngineReading) -> float | None:
+    """Return the steps of a window: those counted, and a lower bound of the chunks that were not."""
+    if sums.counted_steps is None:
+        return None
+    budget = reading.limits.max_batched_tokens
+    if sums.always_running or not budget or not sums.prefill_tokens:
+        return float(sums.counted_steps)
+    chunks = math.ceil(sums.prefill_tokens / budget)
+    return float(max(sums.counted_steps, sums.counted_steps - (sums.first_tokens or 0) + chunks))
+
+
+def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> WindowWork | None:
+    """Return the work of a window per GPU of the engine; None where the tokens are not known.
+
+    Attention pairs are taken from means: a prompt of L tokens attends L(L+1)/2 pairs, a decode row its mean
+    context. Their bounds are none and twice the estimate.
+    """
+    prefill, decode = sums.prefill_tokens, sums.decode_tokens
+    if prefill is None or decode is None:
+        return None
+    firsts = sums.first_tokens or 0
+    prompt = prefill / max(1, firsts)
+    context = mean_context_tokens(sums, reading)
+    prefill_pairs = prefill * (prompt + 1) / 2
+    decode_pairs = decode * (context or 0.0)
+    steps = window_steps(sums, reading)
+    place = reading.parallelism
+    # Data-parallel cores each do their share: sums are over all cores, a GPU does one core's part.
+    ranks = max(1, place.data)
+    pairs = (prefill_pairs + decode_pairs) / ranks
+    kv_tokens = (
+        None if steps is None else decode_pairs / ranks + prefill_pairs / ranks / max(1.0, min(prompt, 512.0))
+    )
+    done = work(
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=ranks,
+        tokens=(prefill + decode) / ranks,
+        logit_rows=(sums.generated_tokens or 0) / ranks,
+        attention_pairs=pairs,
+        kv_read_tokens=kv_tokens or 0.0,
+        steps=(steps or 0.0) / ranks,
+    )
+    linear = work(
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=ranks,
+        tokens=(prefill + decode) / ranks,
+        logit_rows=(sums.generated_tokens or 0) / ranks,
+        attention_pairs=0.0,
+        kv_read_tokens=0.0,
+        steps=(steps or 0.0) / ranks,
+    )
+    flops = {dtype: float(value) for dtype, value in done.flops.items()}
+    whole, least = sum(flops.values()), float(linear.total_flops)
+    if not sums.prefill_exact:
+        least = 0.0
+    return WindowWork(
+        flops_by_dtype=flops,
+        flops_low=least,
+        flops_high=whole + (whole - least if context is not None or not decode else whole),
+        bytes_moved=None if steps is None else float(done.weight_bytes) + float(done.kv_bytes),
+    )
