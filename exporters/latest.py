@@ -1,0 +1,38 @@
+"""The last Frame an exporter got, and what of it may still be shown."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpuidle.agent.model import Frame
+from gpuidle.exporters.catalogue import MetricPoints, points
+
+STALE_AFTER_S = 10.0
+
+
+class Latest(NamedTuple):
+    """The last Frame and when it came (CLOCK_MONOTONIC)."""
+
+    frame: Frame
+    received_ns: int
+
+    def age_s(self, now_ns: int) -> float:
+        """Return the age in seconds."""
+        return max(0, now_ns - self.received_ns) / 1e9
+
+    def stale(self, now_ns: int) -> bool:
+        """Return whether the values of the moment are too old to be shown.
+
+        The limit is 10 s, or three intervals of the source where that is more.
+        """
+        return self.age_s(now_ns) > max(STALE_AFTER_S, 3 * self.frame.interval_ns / 1e9)
+
+
+def frame_points(latest: Latest | None, now_ns: int) -> list[MetricPoints]:
+    """Return the metrics of the last Frame; of a stale one the counters only."""
+    if latest is None:
+        return []
+    found = points(latest.frame)
+    if latest.stale(now_ns):
+        return [entry for entry in found if entry.metric.kind == "counter"]
+    return found

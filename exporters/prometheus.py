@@ -1,0 +1,174 @@
+"""Metrics for Prometheus: a small HTTP server that answers from the last Frame at once.
+
+`/metrics` in the text format or OpenMetrics, as the scraper asks; `/healthz` is 200 while the process
+serves; `/readyz` is 200 after the first Frame. No state is kept between scrapes: the series of a process
+or an engine that is gone end with the next Frame.
+
+When no Frame has come for longer than the limit (10 s, or three intervals if that is more), values of the
+moment are left out, while counters stay and `gpuidle_agent_frame_age_seconds` tells the age: an old reading
+must not pass for a new one.
+"""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from gpuidle.agent.model import Frame
+from gpuidle.agent.ports import Telemetry
+from gpuidle.exporters.agent_self import SelfMeter
+from gpuidle.exporters.catalogue import MetricPoints, agent_points
+from gpuidle.exporters.latest import Latest, frame_points
+from gpuidle.exporters.naming import label_name
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+DEFAULT_ADDRESS = "127.0.0.1:9405"
+_READER_TIMEOUT_S = 10
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message names it and the remedy."""
+
+
+def families(entries: Iterable[MetricPoints]) -> Iterator[Family]:
+    """Yield the points as prometheus_client's metric families."""
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+    for metric, found in entries:
+        family: Family
+        if metric.kind == "counter":
+            family = CounterMetricFamily(metric.prometheus, metric.description)
+        else:
+            family = GaugeMetricFamily(metric.prometheus, metric.description)
+        for attributes, value in found:
+            labels = {label_name(name): text for name, text in attributes}
+            family.add_sample(metric.prometheus, labels, value)
+        yield family
+
+
+class PrometheusExporter:
+    """Serves the last Frame over HTTP on `address` ("host:port"; port 0 takes a free one).
+
+    Raises:
+        ListenError: the address is malformed, taken, or not ours.
+    """
+
+    name = "prometheus"
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, telemetry: Telemetry | None = None) -> None:
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+
+        self._latest: Latest | None = None
+        self._meter = SelfMeter(telemetry)
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server = _listen(address)
+        self._server.set_app(_routes(make_wsgi_app(registry), lambda: self._latest is not None))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="gpuidle-prometheus",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, "host:port"."""
+        host, port = self._server.server_address[:2]
+        return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    def publish(self, frame: Frame) -> None:
+        """Keep the Frame for the next scrape."""
+        self._latest = Latest(frame, time.monotonic_ns())
+
+    def collect(self) -> Iterator[Family]:
+        """Yield all families of this moment: prometheus_client calls this at each scrape."""
+        latest, now_ns = self._latest, time.monotonic_ns()
+        yield from families(frame_points(latest, now_ns))
+        yield from families(agent_points(self._meter.read(latest.age_s(now_ns) if latest else None)))
+
+    def describe(self) -> Iterable[Family]:
+        """Return nothing, so that registering does not collect."""
+        return ()
+
+    def close(self) -> None:
+        """Stop serving; a scrape in progress is cut off with the process."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=1)
+
+
+# --------------------------------------------------------------------------------------------------------
+# HTTP
+
+_App = Callable[[dict[str, object], Callable[[str, list[tuple[str, str]]], object]], Iterable[bytes]]
+
+
+def _routes(metrics: Callable[..., Iterable[bytes]], ready: Callable[[], bool]) -> _App:
+    """Return the WSGI application of the three paths."""
+
+    def app(
+        environ: dict[str, object], start_response: Callable[[str, list[tuple[str, str]]], object]
+    ) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        status, text = {
+            "/": ("200 OK", "gpuidle: /metrics /healthz /readyz\n"),
+            "/healthz": ("200 OK", "ok\n"),
+            "/readyz": ("200 OK", "ready\n") if ready() else ("503 Service Unavailable", "no frame yet\n"),
+        }.get(str(path), ("404 Not Found", "not found: see /metrics\n"))
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [text.encode()]
+
+    return app
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _READER_TIMEOUT_S  # a reader that stops reading gives its thread back
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the base class's
+        """Log no requests."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Bind without the base class's reverse look-up of the host's name, which can hang for seconds."""
+        socketserver.TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), port
+        self.setup_environ()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of readers that went away; the base class prints a traceback for each."""
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _listen(address: str) -> _Server:
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ListenError(
+            f"{address!r} is no address to listen on: write host:port, such as {DEFAULT_ADDRESS}"
+        )
+    server = _ServerV6 if ":" in host else _Server
+    try:
+        return server((host, int(port)), _Handler)
+    except OSError as error:
+        raise ListenError(
+            f"cannot listen on {address} for Prometheus: {error.strerror or error}. If another gpuidle runs"
+            " there, stop it; else choose another address"
+        ) from error
