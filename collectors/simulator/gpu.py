@@ -1,0 +1,215 @@
+"""What the hardware of a simulated node would tell: fast counters, power and energy, from the steps.
+
+Every quantity is the integral of something that is constant within a step and within a gap, so a counter
+over any stretch is a difference of two integrals, exact however steps and samples lie. Noise is put on the
+fast counters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuidle.agent.model import RATIO_STEP, CounterSeries, GpuProcess, GpuReading, Rung, column, rate_column
+from gpuidle.agent.physics.peaks import DevicePeaks
+from gpuidle.collectors.simulator.engine import Step
+from gpuidle.collectors.simulator.scenario import SECOND_NS, GpuSpec
+
+Floats = NDArray[np.float64]
+
+START_ENERGY_JOULES = 1_000_000.0
+"""What the card had used before the simulation began."""
+
+COUNTER_NOISE = 0.01
+"""Standard deviation of the relative error of a fast counter."""
+
+
+class Integrals(NamedTuple):
+    """Integrals since the start of the simulation, one row a moment."""
+
+    active_ns: Floats
+    """With work on the GPU."""
+    resident_ns: Floats
+    """With a warp on the SMs."""
+    pipe_ns: Floats
+    """Tensor pipe busy."""
+    read_bytes: Floats
+    write_bytes: Floats
+    power_ns: Floats
+    """Share of the range from loaded idle to the power limit, times its duration."""
+
+
+class Timeline:
+    """The integrals of one engine's steps; all its GPUs do the same. Keeps `keep_ns` of history."""
+
+    def __init__(self, keep_ns: int) -> None:
+        self._keep_ns = keep_ns
+        self._steps: list[Step] = []
+        self._base = np.zeros(len(Integrals._fields))
+        """Of the steps that were forgotten."""
+        self._knots: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+        self._sums: Floats = np.zeros((1, len(self._base)))
+
+    def advance(self, steps: Sequence[Step], pending: Step | None, until_ns: int) -> None:
+        """Take the steps that ended by `until_ns`, and the one that is under way."""
+        self._steps.extend(steps)
+        oldest_ns = until_ns - self._keep_ns
+        gone = 0
+        while gone < len(self._steps) and self._steps[gone].end_ns <= oldest_ns:
+            gone += 1
+        if gone:
+            self._base = self._base + _amounts(self._steps[:gone]).sum(axis=0)
+            del self._steps[:gone]
+        known = self._steps if pending is None else [*self._steps, pending]
+        ends = self._base + np.cumsum(_amounts(known), axis=0)
+        # Two knots a step: what had been reached stands at its start as well.
+        self._knots = np.array([t for step in known for t in (step.start_ns, step.end_ns)], dtype=np.int64)
+        self._sums = np.empty((2 * len(known), len(self._base)))
+        self._sums[1::2] = ends
+        self._sums[0::2] = np.vstack([self._base[None, :], ends[:-1]])[: len(known)]
+
+    def at(self, moments: NDArray[np.int64]) -> Integrals:
+        """Return the integrals at these moments, which lie within the history."""
+        if not len(self._knots):
+            return Integrals(*(np.full(len(moments), value) for value in self._base))
+        return Integrals(*(np.interp(moments, self._knots, sums) for sums in self._sums.T))
+
+
+def _amounts(steps: Sequence[Step]) -> Floats:
+    rows = [
+        (
+            step.cost.duration_ns,
+            step.cost.resident_ns,
+            step.cost.pipe_ns,
+            step.cost.read_bytes,
+            step.cost.write_bytes,
+            step.cost.power_share * step.cost.duration_ns,
+        )
+        for step in steps
+    ]
+    return np.array(rows, dtype=np.float64).reshape(len(rows), len(Integrals._fields))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Fast counters: where they are said to come from, and how often."""
+
+    rung: Rung
+    hz: float
+
+    @property
+    def period_ns(self) -> int:
+        """Width of one sample."""
+        return round(SECOND_NS / self.hz)
+
+
+class Card:
+    """One GPU of the node. `timeline` is its engine's; None: no process is on it."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: GpuSpec,
+        peaks: DevicePeaks,
+        timeline: Timeline | None,
+        *,
+        pid: int,
+        memory_used_bytes: int,
+        seed: int,
+    ) -> None:
+        self.hw_id = f"GPU-{seed & 0xFFFFFFFF:08x}-0000-4000-8000-{index:012x}"
+        self._index = index
+        self._spec = spec
+        self._peaks = peaks
+        self._timeline = timeline
+        self._sm_clock_hz = int(peaks.sheet_clock_hz or spec.sm_clock_max_hz)
+        self._pid = pid
+        self._memory_used_bytes = memory_used_bytes
+        self._rng = Random(f"{seed}/gpu/{index}")  # noqa: S311 - a simulation
+        self._sampled_ns = 0
+
+    def reading(self, now_ns: int, base_ns: int) -> GpuReading:
+        """Return what the driver says at `now_ns` of the simulation, which began at `base_ns`.
+
+        `busy_ratio` is of the last second and in whole percents, as NVML gives it; power is the mean of
+        that second; energy is exact, in whole millijoules. `memory_busy_ratio` reads 1.6 times the
+        bandwidth, as observed on real cards: it is not bandwidth.
+        """
+        spec = self._spec
+        second_ago = max(0, now_ns - SECOND_NS)
+        passed_ns = max(1, now_ns - second_ago)
+        if self._timeline is None:
+            busy = memory_busy = 0.0
+            energy = spec.bare_watts * now_ns / SECOND_NS
+            watts = spec.bare_watts
+        else:
+            then = self._timeline.at(np.array([second_ago, now_ns], dtype=np.int64))
+            busy = float(then.active_ns[1] - then.active_ns[0]) / passed_ns
+            moved = float(then.read_bytes[1] - then.read_bytes[0] + then.write_bytes[1] - then.write_bytes[0])
+            memory_busy = min(1.0, 1.6 * moved / (self._peaks.memory_bytes_per_s * passed_ns / SECOND_NS))
+            span = spec.power_limit_watts - spec.loaded_watts
+            energy = (spec.loaded_watts * now_ns + span * float(then.power_ns[1])) / SECOND_NS
+            watts = spec.loaded_watts + span * float(then.power_ns[1] - then.power_ns[0]) / passed_ns
+        return GpuReading(
+            hw_id=self.hw_id,
+            index=self._index,
+            name=spec.name,
+            read_ns=base_ns + now_ns,
+            compute_capability=spec.compute_capability,
+            memory_total_bytes=spec.memory_total_bytes,
+            memory_used_bytes=self._memory_used_bytes,
+            power_watts=round(watts, 3),
+            power_limit_watts=spec.power_limit_watts,
+            energy_joules=round(START_ENERGY_JOULES + energy, 3),
+            temperature_celsius=float(round(30 + 40 * watts / spec.power_limit_watts)),
+            sm_clock_hz=self._sm_clock_hz,
+            sm_clock_max_hz=spec.sm_clock_max_hz,
+            memory_clock_hz=spec.memory_clock_hz,
+            memory_clock_max_hz=spec.memory_clock_hz,
+            clock_events=() if busy else ("gpu_idle",),
+            busy_ratio=round(busy, 2),
+            memory_busy_ratio=round(memory_busy, 2),
+            processes=()
+            if self._timeline is None
+            else (GpuProcess(pid=self._pid, used_memory_bytes=self._memory_used_bytes),),
+        )
+
+    def samples(self, sampling: Sampling, until_ns: int, base_ns: int) -> CounterSeries | None:
+        """Return the samples that ended since the last call and by `until_ns`; None: there are none."""
+        width = sampling.period_ns
+        first = self._sampled_ns // width
+        last = until_ns // width
+        if last <= first:
+            return None
+        edges = np.arange(first, last + 1, dtype=np.int64) * width
+        self._sampled_ns = int(edges[-1])
+        count = len(edges) - 1
+        if self._timeline is None:
+            passed = Integrals(*np.zeros((len(Integrals._fields), count)))
+        else:
+            passed = Integrals(*(np.diff(sums) for sums in self._timeline.at(edges)))
+        gauss = self._rng.gauss
+        pipe_noise = np.array([gauss(1.0, COUNTER_NOISE) for _ in range(count)])
+        dram_noise = np.array([gauss(1.0, COUNTER_NOISE) for _ in range(count)]) * (SECOND_NS / width)
+        return CounterSeries(
+            hw_id=self.hw_id,
+            rung=sampling.rung,
+            end_ns=column(edges[1:] + base_ns, "i8"),
+            width_ns=column(np.full(count, width), "i8"),
+            gr_active=_ratio(passed.active_ns / width),
+            sm_active=_ratio(passed.resident_ns / width),
+            tensor_active=_ratio(passed.pipe_ns / width * pipe_noise),
+            dram_read_bytes_per_s=rate_column(passed.read_bytes * dram_noise),
+            dram_write_bytes_per_s=rate_column(passed.write_bytes * dram_noise),
+            sm_clock_hz=rate_column(np.full(count, float(self._sm_clock_hz))),
+        )
+
+
+def _ratio(values: Floats) -> NDArray[np.uint16]:
+    ratios: NDArray[np.uint16] = column(np.rint(np.clip(values, 0.0, 1.0) / RATIO_STEP), "u2")
+    return ratios

@@ -1,0 +1,258 @@
+"""What a simulated node is made of: GPUs, engines and who asks them for what. Plain frozen data.
+
+Times are nanoseconds since the start of the simulation, sizes tokens. Everything random is drawn from
+`Scenario.seed`, so that a scenario is one run and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SECOND_NS = 1_000_000_000
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be: the message names the engine or GPU and what does not fit."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: it arrives, its prompt is computed but for the cached prefix, it gets its tokens."""
+
+    arrival_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    prefix_hit_tokens: int = 0
+    """Leading prompt tokens whose KV is cached already; less than `prompt_tokens`."""
+
+    def __post_init__(self) -> None:
+        if self.arrival_ns < 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ScenarioError(f"a request needs a time, a prompt and an output: {self}")
+        if not 0 <= self.prefix_hit_tokens < self.prompt_tokens:
+            raise ScenarioError(f"a prefix hit leaves at least one prompt token to compute: {self}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A kind of request: prompt and output are drawn evenly from the two ranges, ends included."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    prefix_hit_ratio: float = 0.0
+    weight: float = 1.0
+    """How often this kind is drawn, relative to the others of its mix."""
+
+
+Mix = tuple[Sizes, ...]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """These requests, in order of arrival."""
+
+    requests: tuple[Request, ...]
+
+    def __post_init__(self) -> None:
+        times = [request.arrival_ns for request in self.requests]
+        if times != sorted(times):
+            raise ScenarioError("listed requests stand in order of arrival")
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Independent users: exponential times between arrivals, from `start_ns` until `stop_ns`."""
+
+    per_second: float
+    mix: Mix
+    start_ns: int = 0
+    stop_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class Burst:
+    """`count` requests at one moment."""
+
+    at_ns: int
+    count: int
+    mix: Mix
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.at_ns < 0:
+            raise ScenarioError(f"a burst has requests, and a time: {self}")
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The same parts again every `period_ns`, for ever; what no part fills is an idle spell."""
+
+    period_ns: int
+    parts: tuple[Poisson | Burst | Listed, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ScenarioError("a cycle without parts never comes to a request")
+        for part in self.parts:
+            if isinstance(part, Poisson):
+                last: int | None = part.stop_ns
+            elif isinstance(part, Burst):
+                last = part.at_ns
+            else:
+                last = part.requests[-1].arrival_ns if part.requests else 0
+            if last is None or last > self.period_ns:
+                raise ScenarioError(f"a part of a cycle ends within its period: {part}")
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """`users` who each wait for their answer, think, and ask again, from `start_ns` until `stop_ns`."""
+
+    users: int
+    mix: Mix
+    think_ns: int = 0
+    start_ns: int = 0
+    stop_ns: int | None = None
+
+
+OpenArrivals = Listed | Poisson | Burst | Cycle
+Arrivals = OpenArrivals | ClosedLoop
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One card. Peaks come from the table of peaks by name and memory size."""
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    memory_total_bytes: int = 81_559 << 20
+    compute_capability: str = "9.0"
+    power_limit_watts: float = 700.0
+    bare_watts: float = 70.0
+    """With no process on the card."""
+    loaded_watts: float = 126.0
+    """With weights loaded and nothing to do: 0.18 of the limit, as measured on H100."""
+    sm_clock_max_hz: int = 1_980_000_000
+    memory_clock_hz: int = 2_619_000_000
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine that serves one model on its own GPUs, scheduling as vLLM V1 does.
+
+    The efficiencies are shares of the sheet's peaks that the kernels reach: 0.45 of compute in prefill
+    and 0.6 of bandwidth in decode are the medians published for a 70B BF16 model on H100.
+    """
+
+    name: str
+    config: Mapping[str, object]
+    """The model's config.json."""
+    gpus: tuple[int, ...]
+    """Indices of the GPUs it holds; their number is the tensor-parallel size."""
+    arrivals: tuple[Arrivals, ...] = ()
+    max_batched_tokens: int = 2048
+    max_sequences: int = 256
+    kv_block_tokens: int = 16
+    kv_blocks: int = 2048
+    compute_efficiency: float = 0.45
+    memory_efficiency: float = 0.6
+    tile_rows: int = 64
+    """Rows of the tensor instruction: fewer tokens are padded to it."""
+    host_gap_ns: int = 300_000
+    """From the end of a step, or from an arrival, to the next step: the GPU has nothing to do."""
+    launch_ns: int = 500_000
+    """Inside every step: launches and tails, with the GPU active and neither pipe nor memory busy."""
+    collective_latency_ns: int = 11_000
+    """Of one all-reduce; two a layer where tensor-parallel."""
+    link_bytes_per_s: float = 300e9
+    """What an all-reduce reaches on the link."""
+    jitter: float = 0.02
+    """Standard deviation of the part by which a step takes longer than its model says; never shorter."""
+    version: str = "0.32.0"
+
+    def __post_init__(self) -> None:
+        if not self.gpus or len(set(self.gpus)) != len(self.gpus):
+            raise ScenarioError(f"{self.name}: an engine holds one GPU or more, each once")
+        if min(self.max_batched_tokens, self.max_sequences, self.kv_blocks, self.kv_block_tokens) < 1:
+            raise ScenarioError(f"{self.name}: limits are at least 1")
+        if not (0 < self.compute_efficiency <= 1 and 0 < self.memory_efficiency <= 1):
+            raise ScenarioError(f"{self.name}: an efficiency is more than 0 and at most 1")
+        if min(self.host_gap_ns, self.launch_ns, self.collective_latency_ns, self.jitter) < 0:
+            raise ScenarioError(f"{self.name}: a delay is not negative")
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens of context that fit at once."""
+        return self.kv_blocks * self.kv_block_tokens
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A node. A GPU that no engine holds stands there unallocated."""
+
+    seed: int
+    gpus: tuple[GpuSpec, ...]
+    engines: tuple[EngineSpec, ...]
+    duration_ns: int | None = None
+    """None: for ever."""
+    hostname: str = "simulated"
+
+    def __post_init__(self) -> None:
+        held = [index for engine in self.engines for index in engine.gpus]
+        if any(not 0 <= index < len(self.gpus) for index in held):
+            raise ScenarioError(f"an engine holds a GPU that is not there: {held}")
+        if len(set(held)) != len(held):
+            raise ScenarioError(f"two engines hold one GPU: {held}")
+        for engine in self.engines:
+            if len({self.gpus[index] for index in engine.gpus}) > 1:
+                raise ScenarioError(f"{engine.name}: the GPUs of one engine are alike")
+
+
+LLAMA_3_70B: Mapping[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""The shape of Llama-3-70B: 70.6e9 parameters, 320 KiB of KV a token in bf16."""
+
+LLAMA_3_8B: Mapping[str, object] = {
+    **LLAMA_3_70B,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+"""The shape of Llama-3-8B."""
+
+
+def demo(seed: int = 0) -> Scenario:
+    """Two H100s that serve a 70B model in bf16, in a cycle of 40 s: prefill, decode, mixed, nothing.
+
+    The weights are 141 GB, 70.6 GB on each card of 85.5 GB, which leaves some 5.5 GB a card for KV: 2,112
+    blocks of 16 tokens, 33,792 tokens of context in all. Long prompts with one token out are prefill,
+    then short prompts with long outputs are decode, then both at once; each part is asked for in the
+    first nine of its ten seconds, so that the next one starts on an engine that has nothing left to do.
+    """
+    long_prompts = (Sizes(prompt=(2500, 3500), output=(1, 1)),)
+    chats = (Sizes(prompt=(40, 120), output=(140, 225)),)
+    both = (Sizes(prompt=(1200, 2400), output=(40, 80), prefix_hit_ratio=0.25),)
+    bursts = tuple(Burst(at_ns=second * SECOND_NS, count=5, mix=long_prompts) for second in (0, 3, 6))
+    cycle = Cycle(
+        period_ns=40 * SECOND_NS,
+        parts=(
+            *bursts,
+            Burst(at_ns=10 * SECOND_NS, count=24, mix=chats),
+            Poisson(per_second=2.5, mix=both, start_ns=20 * SECOND_NS, stop_ns=28 * SECOND_NS),
+        ),
+    )
+    engine = EngineSpec(
+        name="llama-3-70b", config=LLAMA_3_70B, gpus=(0, 1), arrivals=(cycle,), kv_blocks=2112
+    )
+    return Scenario(seed=seed, gpus=(GpuSpec(), GpuSpec()), engines=(engine,))

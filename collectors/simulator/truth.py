@@ -1,0 +1,186 @@
+"""What really happened on a simulated node, to hold conclusions against.
+
+Phases and causes are exact to the nanosecond. Causes follow the design's ledger, evaluated on each step by
+itself with the exact efficiencies of the scenario; a conclusion drawn from a window's integrals clips at
+zero less often and may differ a little where steps of different kinds share the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from gpuidle.agent.model import Cause, Phase
+from gpuidle.collectors.simulator.costs import STEP_CAUSES
+from gpuidle.collectors.simulator.engine import Step
+
+
+@dataclass(frozen=True)
+class Split:
+    """GPU time by phase and by cause, in nanoseconds; each of the two sums to the window."""
+
+    phases_ns: dict[Phase, int]
+    causes_ns: dict[Cause, int]
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """What the steps that ended in a window did. FLOPs are of all GPUs of the engine together."""
+
+    prompt_tokens: int = 0
+    """Computed for the first time: no prefix hits, no recompute."""
+    recomputed_tokens: int = 0
+    """Computed again after a preemption: executed, not useful."""
+    first_tokens: int = 0
+    decode_tokens: int = 0
+    """Tokens handed out, less first tokens."""
+    useful_flops: float = 0.0
+    executed_flops: float = 0.0
+    steps_prefill: int = 0
+    steps_decode: int = 0
+    steps_mixed: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class GpuTruth:
+    """One GPU: the tick, and all since the start of the simulation."""
+
+    hw_id: str
+    window: Split
+    total: Split
+
+
+@dataclass(frozen=True)
+class EngineTruth:
+    """One engine: the tick, and all since the start of the simulation."""
+
+    engine_id: str
+    window: EngineWork
+    total: EngineWork
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The truth of one tick, beside the Snapshot of the same `monotonic_ns`."""
+
+    monotonic_ns: int
+    window_ns: int
+    gpus: tuple[GpuTruth, ...]
+    engines: tuple[EngineTruth, ...]
+
+
+def phase_of(step: Step) -> Phase:
+    """Return the phase of a step by the definition: which tokens it computed."""
+    if not step.decode_tokens:
+        return "prefill"
+    return "mixed" if step.prefill_tokens else "decode"
+
+
+class Account:
+    """Splits what the GPUs of one engine did, tick by tick; a step may lie across several ticks."""
+
+    def __init__(self) -> None:
+        self.cursor_ns = 0
+        self._left: list[int] | None = None
+        """What is left of the causes of the step that the cursor stands in."""
+
+    def advance(self, steps: Iterable[Step], pending: Step | None, until_ns: int) -> Split:
+        """Return the split of the time from the last call to `until_ns`.
+
+        `steps` ended in it, `pending` did not yet. GPU time before a step is ready has no request, time from
+        then to its start is a host gap.
+        """
+        phases: dict[Phase, int] = {}
+        causes: dict[Cause, int] = {}
+
+        def add(phase: Phase, cause: Cause, ns: int) -> None:
+            if ns:
+                phases[phase] = phases.get(phase, 0) + ns
+                causes[cause] = causes.get(cause, 0) + ns
+
+        for step in (*steps, *(() if pending is None else (pending,))):
+            ready_ns = min(step.ready_ns, until_ns)
+            if ready_ns > self.cursor_ns:
+                add("idle", "no_request", ready_ns - self.cursor_ns)
+                self.cursor_ns = ready_ns
+            start_ns = min(step.start_ns, until_ns)
+            if start_ns > self.cursor_ns:
+                add("idle", "host_gap", start_ns - self.cursor_ns)
+                self.cursor_ns = start_ns
+            end_ns = min(step.end_ns, until_ns)
+            if end_ns > self.cursor_ns:
+                phase = phase_of(step)
+                for cause, ns in zip(STEP_CAUSES, self._take(step, end_ns), strict=True):
+                    add(phase, cause, ns)
+                self.cursor_ns = end_ns
+        add("idle", "no_request", until_ns - self.cursor_ns)
+        self.cursor_ns = until_ns
+        return Split(phases, causes)
+
+    def _take(self, step: Step, end_ns: int) -> list[int]:
+        """Return the causes of the step from the cursor to `end_ns`, even over what is left of it."""
+        left = list(step.cost.causes_ns) if self._left is None else self._left
+        if end_ns == step.end_ns:
+            self._left = None
+            return left
+        taken = apportion(left, end_ns - self.cursor_ns)
+        self._left = [whole - part for whole, part in zip(left, taken, strict=True)]
+        return taken
+
+
+def apportion(parts: list[int], amount: int) -> list[int]:
+    """Take `amount` out of `parts` in proportion: whole numbers, none above its part, exact sum."""
+    whole = sum(parts)
+    taken = []
+    before = reached = 0
+    for part in parts:
+        reached += part
+        upto = reached * amount // whole
+        taken.append(upto - before)
+        before = upto
+    return taken
+
+
+def work_of(steps: Iterable[Step], gpus: int) -> EngineWork:
+    """Sum up steps of an engine on `gpus` GPUs."""
+    prompt = again = first = delivered = preemptions = 0
+    useful = executed = 0.0
+    kinds = {"prefill": 0, "decode": 0, "mixed": 0}
+    for step in steps:
+        prompt += step.fresh_prompt_tokens
+        again += step.recomputed_tokens
+        first += step.first_tokens
+        delivered += step.delivered_tokens
+        preemptions += step.preemptions
+        useful += step.cost.useful_flops
+        executed += step.cost.executed_flops
+        kinds[phase_of(step)] += 1
+    return EngineWork(
+        prompt_tokens=prompt,
+        recomputed_tokens=again,
+        first_tokens=first,
+        decode_tokens=delivered - first,
+        useful_flops=useful * gpus,
+        executed_flops=executed * gpus,
+        steps_prefill=kinds["prefill"],
+        steps_decode=kinds["decode"],
+        steps_mixed=kinds["mixed"],
+        preemptions=preemptions,
+    )
+
+
+def add_work(one: EngineWork, other: EngineWork) -> EngineWork:
+    """Return the sum of two windows."""
+    return EngineWork(*(getattr(one, f.name) + getattr(other, f.name) for f in fields(EngineWork)))
+
+
+def add_split(one: Split, other: Split) -> Split:
+    """Return the sum of two windows."""
+    phases = dict(one.phases_ns)
+    for phase, ns in other.phases_ns.items():
+        phases[phase] = phases.get(phase, 0) + ns
+    causes = dict(one.causes_ns)
+    for cause, ns in other.causes_ns.items():
+        causes[cause] = causes.get(cause, 0) + ns
+    return Split(phases, causes)
