@@ -27,7 +27,9 @@ class PeakRow:
     max_clock_mhz: float | None = None
     l2_mb: float | None = None
     capped: bool = False
-    """Sold with its tensor rate held below what SMs x clock give, or halved with FP32 accumulation."""
+    """Sold with its tensor rate held below what SMs x clock give."""
+    accumulate_halved: bool = False
+    """The figures are with FP32 accumulation, which runs at half the rate of FP16 accumulation."""
 
 
 _SHEET = "vendor's data sheet, dense figures"
@@ -139,7 +141,7 @@ ROWS: tuple[PeakRow, ...] = (
         sms=128,
         sheet_clock_mhz=2520,
         l2_mb=72,
-        capped=True,
+        accumulate_halved=True,
     ),
     PeakRow(
         ("NVIDIA H100 PCIe", "H100 PCIe"),
@@ -308,7 +310,7 @@ ROWS: tuple[PeakRow, ...] = (
         sms=170,
         sheet_clock_mhz=2407,
         l2_mb=96,
-        capped=True,
+        accumulate_halved=True,
     ),
     PeakRow(
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000", "RTX PRO 6000 Workstation"),
@@ -321,6 +323,94 @@ ROWS: tuple[PeakRow, ...] = (
         compute_capability="12.0",
         sms=188,
         l2_mb=128,
+    ),
+    PeakRow(
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
+        memory_gb=96,
+        bf16=467.8,
+        fp8=935.6,
+        gb_per_s=1792,
+        source="aiconfigurator systems (Apache-2.0)",
+        compute_capability="12.0",
+        sms=188,
+        l2_mb=128,
+    ),
+    PeakRow(
+        ("NVIDIA H800", "H800", "H800 SXM"),
+        memory_gb=80,
+        bf16=989.4,
+        fp8=1978.9,
+        int8=1978.9,
+        gb_per_s=3352,
+        source=_RECALLED,
+        compute_capability="9.0",
+        sms=132,
+        max_clock_mhz=1980,
+        l2_mb=50,
+    ),
+    PeakRow(
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        memory_gb=24,
+        bf16=71,
+        int8=284,
+        gb_per_s=936,
+        source=_RECALLED + "; with FP32 accumulation",
+        compute_capability="8.6",
+        sms=82,
+        sheet_clock_mhz=1695,
+        l2_mb=6,
+        accumulate_halved=True,
+    ),
+    PeakRow(
+        ("NVIDIA GeForce RTX 4080", "RTX 4080"),
+        memory_gb=16,
+        bf16=97.5,
+        fp8=195,
+        gb_per_s=717,
+        source=_RECALLED + "; with FP32 accumulation",
+        compute_capability="8.9",
+        sms=76,
+        sheet_clock_mhz=2505,
+        l2_mb=64,
+        accumulate_halved=True,
+    ),
+    PeakRow(
+        ("NVIDIA RTX A6000", "RTX A6000", "A6000"),
+        memory_gb=48,
+        bf16=154.8,
+        int8=309.7,
+        gb_per_s=768,
+        source=_RECALLED,
+        compute_capability="8.6",
+        sms=84,
+        l2_mb=6,
+    ),
+    PeakRow(
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", "RTX6000 Ada"),
+        memory_gb=48,
+        bf16=364.2,
+        fp8=728.5,
+        int8=728.5,
+        gb_per_s=960,
+        source=_RECALLED,
+        compute_capability="8.9",
+        sms=142,
+        l2_mb=96,
+    ),
+    PeakRow(
+        ("AMD Instinct MI250X", "MI250X", "MI250X GCD"),
+        memory_gb=64,
+        bf16=191.5,
+        int8=191.5,
+        gb_per_s=1638,
+        source=_RECALLED + "; one of the card's two dies, as drivers show it",
+    ),
+    PeakRow(
+        ("Apple M2 Ultra 76 cores", "M2 Ultra 76c"),
+        memory_gb=192,
+        bf16=27.2,
+        gb_per_s=800,
+        source=_RECALLED + "; memory size is that of the largest one sold",
     ),
     PeakRow(
         ("AMD Instinct MI300X", "MI300X"),

@@ -48,12 +48,17 @@ class DevicePeaks:
     source: str
     formula: bool = False
     """True where the rate was computed from SMs, clock and bus: often too high, always flagged."""
+    accumulate_halved: bool = False
+    """The rates are with FP32 accumulation; kernels that accumulate in FP16 get twice as much."""
     multiprocessors: int | None = None
     l2_bytes: float | None = None
     """Weights that fit here may be read faster than `memory_bytes_per_s`."""
 
     def rate(self, dtype: str, *, at_max_clock: bool = False) -> float:
-        """Return the FLOP/s that a product of `dtype` runs at on this device, at most.
+        """Return the FLOP/s of a product of `dtype` on this device: the sheet's, or the most at any time.
+
+        `at_max_clock` is for bounds that nothing may beat: the maximum clock, and where FP32 accumulation
+        halves the sheet's figure, the rate of kernels that accumulate in FP16.
 
         Where the device lacks the dtype, weights of it are unpacked and multiplied in 16 bits (FP8 on
         Ampere, FP4 on Hopper), so the 16-bit rate holds. Raises
@@ -64,7 +69,9 @@ class DevicePeaks:
             rate = self.flops_per_s.get("bf16")
         if rate is None:
             raise NoPeak(f"no dense peak of {self.name} for {dtype} is known")
-        return rate * (self.clock_ratio if at_max_clock else 1.0)
+        if not at_max_clock:
+            return rate
+        return rate * self.clock_ratio * (2.0 if self.accumulate_halved else 1.0)
 
     @property
     def clock_ratio(self) -> float:
@@ -170,7 +177,7 @@ def _peaks_of(row: PeakRow, max_clock_hz: float | None) -> DevicePeaks:
     sheet_clock = None
     if row.sheet_clock_mhz is not None:
         sheet_clock = row.sheet_clock_mhz * 1e6
-    elif row.sms is not None and per_clock is not None and not row.capped:
+    elif row.sms is not None and per_clock is not None and not row.capped and not row.accumulate_halved:
         sheet_clock = row.bf16 * 1e12 / (row.sms * per_clock)
     sheet_max = None if row.max_clock_mhz is None else row.max_clock_mhz * 1e6
     return DevicePeaks(
@@ -181,6 +188,7 @@ def _peaks_of(row: PeakRow, max_clock_hz: float | None) -> DevicePeaks:
         sheet_clock_hz=sheet_clock,
         max_clock_hz=sheet_max if max_clock_hz is None else max_clock_hz,
         source=row.source,
+        accumulate_halved=row.accumulate_halved,
         multiprocessors=row.sms,
         l2_bytes=None if row.l2_mb is None else row.l2_mb * 1e6,
     )

@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuidle.agent.physics.parts import WeightFormat
 from gpuidle.agent.physics.peaks import DevicePeaks
-from gpuidle.agent.physics.work import Column, Work
+from gpuidle.agent.physics.work import Column, Number, Work
 
 Limiter = Literal["compute", "memory"]
 Experts = Literal["fewest", "uniform"]
@@ -54,6 +55,39 @@ def step_time_s(
     return Bound(seconds=_maximum(compute, memory), compute_s=compute, memory_s=memory)
 
 
+def matmul_time_s(
+    rows: Number,
+    inputs: int,
+    outputs: int,
+    fmt: WeightFormat,
+    peaks: DevicePeaks,
+    *,
+    at_max_clock: bool = True,
+) -> Bound:
+    """Return the lower bound of one product alone, its activations read and written once in 16 bits.
+
+    2 m n k FLOPs; n k weights, m k inputs and m n outputs. In a benchmark loop the operands can stay in L2
+    (`fits_l2`), and the bound on memory does not hold.
+    """
+    m = np.asarray(rows, dtype=np.float64)
+    compute = 2.0 * m * inputs * outputs / peaks.rate(fmt.compute, at_max_clock=at_max_clock)
+    entering = 1 if fmt.compute in {"fp8", "int8"} else 2
+    moved = inputs * outputs * fmt.bits / 8 + m * inputs * entering + m * outputs * 2
+    memory = moved / peaks.memory_bytes_per_s
+    return Bound(_maximum(compute, memory), _scalar(compute), _scalar(memory))
+
+
+def fits_l2(weight_bytes: Column, peaks: DevicePeaks) -> NDArray[np.bool_] | bool | None:
+    """Whether weights fit the device's L2 cache, where the bound on memory may be beaten; None: unknown."""
+    if peaks.l2_bytes is None:
+        return None
+    return (
+        np.asarray(weight_bytes) <= peaks.l2_bytes
+        if np.ndim(weight_bytes)
+        else weight_bytes <= peaks.l2_bytes
+    )
+
+
 def intensity(work: Work) -> Column:
     """Return useful FLOPs a byte moved; 0 where nothing moves."""
     moved = np.asarray(work.total_bytes, dtype=np.float64)
@@ -77,5 +111,8 @@ def limiter(work: Work, peaks: DevicePeaks) -> Limiter | NDArray[np.str_]:
 
 
 def _maximum(a: Column, b: Column) -> Column:
-    larger: NDArray[np.float64] = np.maximum(a, b)
-    return float(larger) if larger.ndim == 0 else larger
+    return _scalar(np.maximum(a, b))
+
+
+def _scalar(value: NDArray[np.float64]) -> Column:
+    return float(value) if np.ndim(value) == 0 else value
