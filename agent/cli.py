@@ -1,0 +1,96 @@
+"""The command line. Commands are imported when they are used: `gpuidle --version` imports click only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpuidle import __version__
+
+# name -> (module under agent.commands, one line of help)
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "watch": ("watch", "Show live what the GPUs of this node do and why compute stands idle."),
+    "run": ("run", "Run as a service that exports metrics."),
+    "record": ("record", "Write what is read to a session file."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group that knows its commands' names and help without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"gpuidle.agent.commands.{COMMANDS[cmd_name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, COMMANDS[name][1]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+
+def _load_config(ctx: click.Context, path: Path | None) -> None:
+    """Make the file's values the commands' defaults; an unknown key ends with exit code 2."""
+    from gpuidle.agent.config import DEFAULT_PATHS, ConfigError, check_keys, read_config
+
+    if path is None:
+        path = next((each for each in DEFAULT_PATHS if each.is_file()), None)
+    if path is None:
+        return
+    group = ctx.command
+    assert isinstance(group, click.Group)
+    try:
+        tables = read_config(path)
+        known: dict[str, set[str]] = {}
+        for name in COMMANDS:
+            command = group.get_command(ctx, name) if name in tables else None
+            known[name] = {p.name for p in command.params if p.name} if command else set()
+        check_keys(path, tables, known)
+    except ConfigError as error:
+        raise click.UsageError(str(error), ctx) from error
+    defaults: dict[str, Any] = dict(tables)
+    ctx.default_map = defaults
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="gpuidle")
+@click.option(
+    "--config",
+    "config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="GPUIDLE_CONFIG",
+    help="TOML file with a table for each command [default: /etc/gpuidle/gpuidle.toml if there].",
+)
+@click.pass_context
+def group(ctx: click.Context, config: Path | None) -> None:
+    """Measure how much GPU compute stands idle beside LLM inference engines, why, and at what cost.
+
+    Attaches to engines that are already running. Start with: gpuidle watch
+    (no GPU here? gpuidle watch --demo).
+    """
+    _load_config(ctx, config)
+
+
+def main() -> None:
+    """Entry point of the `gpuidle` program."""
+    group(prog_name="gpuidle", auto_envvar_prefix="GPUIDLE")

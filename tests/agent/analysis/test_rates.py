@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+from tests.agent.analysis.builders import SECOND, counters, engine
+
+from gpuidle.agent.analysis.rates import spread_late_prompts, sums_between
+from gpuidle.agent.model import EngineReading
+
+
+def between(before: EngineReading, after: EngineReading):  # type: ignore[no-untyped-def]
+    sums, problems = sums_between(before, after)
+    assert not problems
+    assert sums is not None
+    return sums
+
+
+def test_prefill_is_what_was_computed_and_decode_what_no_prefill_made() -> None:
+    before = engine(1, counters(1))
+    after = engine(
+        2,
+        counters(2, prompt_tokens=1000, computed_prompt_tokens=600, generated_tokens=50, first_tokens=2),
+    )
+    sums = between(before, after)
+    assert (sums.prefill_tokens, sums.decode_tokens, sums.first_tokens) == (600, 48, 2)
+    assert sums.window_ns == SECOND
+
+
+def test_a_counter_that_falls_is_a_restart_and_counts_from_zero() -> None:
+    before = engine(1, counters(1, generated_tokens=90_000, prompt_tokens=5, computed_prompt_tokens=5))
+    after = engine(2, counters(2, generated_tokens=7, first_tokens=1, computed_prompt_tokens=3))
+    sums = between(before, after)
+    assert sums.reset
+    assert (sums.generated_tokens, sums.prefill_tokens, sums.decode_tokens) == (7, 3, 6)
+    assert not sums.at_rest
+
+
+def test_another_root_process_is_a_restart_even_if_its_counters_are_higher() -> None:
+    before = engine(1, counters(1, generated_tokens=10))
+    after = engine(2, counters(2, generated_tokens=500), root_pid=99, root_start_ns=SECOND)
+    assert between(before, after).generated_tokens == 500
+
+
+def test_the_same_pid_with_another_start_is_another_process() -> None:
+    before = engine(1, counters(1, generated_tokens=10))
+    after = engine(2, counters(2, generated_tokens=500), root_start_ns=2)
+    assert between(before, after).reset
+
+
+def test_an_impossible_jump_is_refused_and_named() -> None:
+    before = engine(1, counters(1))
+    sums, problems = sums_between(before, engine(2, counters(2, generated_tokens=10**15)))
+    assert sums is None
+    assert problems[0].kind == "bad_reading"
+    assert "generated_tokens" in problems[0].message
+
+
+def test_what_the_engine_does_not_tell_stays_unknown() -> None:
+    before = engine(1, counters(1, first_tokens=None))
+    sums = between(before, engine(2, counters(2, generated_tokens=5, first_tokens=None)))
+    assert sums.decode_tokens is None
+    assert sums.generated_tokens == 5
+
+
+def test_several_front_ends_make_steps_unknown() -> None:
+    before = engine(1, counters(1))
+    after = engine(2, counters(2, counted_steps=500, generated_tokens=300), steps_reliable=False)
+    assert between(before, after).counted_steps is None
+
+
+def test_cores_are_summed() -> None:
+    rows = [counters(1), msgspec.structs.replace(counters(1), rank="1")]
+    later = [
+        counters(2, generated_tokens=5),
+        msgspec.structs.replace(counters(2, generated_tokens=6, requests_running=3), rank="1"),
+    ]
+    sums = between(engine(1, *rows), engine(2, *later))
+    assert sums.generated_tokens == 11
+    assert sums.running == (0, 3)
+
+
+def test_a_late_prompt_is_given_back_to_the_seconds_in_which_it_was_computed() -> None:
+    readings = [engine(t, counters(t)) for t in (0, 1, 2, 3)]
+    readings.append(
+        engine(
+            4,
+            counters(
+                4,
+                computed_prompt_tokens=3000,
+                prompt_tokens=3000,
+                generated_tokens=1,
+                first_tokens=1,
+                time_to_first_token_s=3.0,
+            ),
+        )
+    )
+    windows = [between(a, b) for a, b in itertools.pairwise(readings)]
+    moved = spread_late_prompts(windows)
+    tokens = [w.prefill_tokens for w in moved]
+    assert sum(tokens) == 3000
+    assert tokens == [500, 1000, 1000, 500]
+    assert not any(w.at_rest for w in moved)
+
+
+def test_with_a_queue_nothing_is_moved() -> None:
+    readings = [engine(t, counters(t, requests_waiting=2)) for t in (0, 1, 2)]
+    last = counters(
+        3, computed_prompt_tokens=9, first_tokens=1, time_to_first_token_s=2.0, generated_tokens=1
+    )
+    windows = [between(a, b) for a, b in zip(readings, [*readings[1:], engine(3, last)], strict=True)]
+    assert [w.prefill_tokens for w in spread_late_prompts(windows)] == [0, 0, 9]
