@@ -8,7 +8,7 @@ so that sums are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -82,6 +82,8 @@ ClockEvent = Literal[
     "hw_thermal",
     "hw_power_brake",
     "display_clocks",
+    "board_limit",
+    "reliability",
 ]
 """Why a GPU's clock is not at its maximum (NVML's clock event reasons)."""
 
@@ -104,7 +106,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 # Columns
 
 
-def column(values: object, dtype: str) -> NDArray[np.generic]:
+def column(values: object, dtype: str) -> NDArray[Any]:
     """Return `values` as a C-contiguous, little-endian, read-only array of `dtype` (such as "<i8")."""
     array = np.ascontiguousarray(np.asarray(values, dtype=np.dtype(dtype).newbyteorder("<")))
     if array.flags.writeable:
