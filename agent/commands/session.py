@@ -1,0 +1,200 @@
+"""What the commands that run the pipe share: options, the live source, signals, prices."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from gpuidle import __version__
+from gpuidle.agent.model import GpuReading, Node, OutletStatus, Reading
+from gpuidle.agent.pipeline import Pipeline
+from gpuidle.agent.ports import Collector, Source
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def source_options(command: Command) -> Command:
+    """Add the options that say what is read."""
+    for option in reversed(
+        (
+            click.option(
+                "--interval",
+                type=click.FloatRange(0.1, 3600),
+                default=1.0,
+                show_default=True,
+                metavar="SECONDS",
+                help="Time between two readings.",
+            ),
+            click.option(
+                "--engine-url",
+                "engine_urls",
+                multiple=True,
+                metavar="[NAME=]URL",
+                callback=_endpoints,
+                help="An engine named by hand, such as http://127.0.0.1:8000. Can be repeated.",
+            ),
+            click.option(
+                "--discover/--no-discover",
+                default=True,
+                show_default=True,
+                help="Look for engines among this node's processes.",
+            ),
+            click.option(
+                "--proc",
+                type=click.Path(path_type=Path, file_okay=False, exists=True),
+                default=Path("/proc"),
+                show_default=True,
+                help="Where the node's /proc is mounted.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def price_options(command: Command) -> Command:
+    """Add the options that say what a GPU-hour costs."""
+    for option in reversed(
+        (
+            click.option(
+                "--price",
+                "prices",
+                multiple=True,
+                metavar="[GPU=]AMOUNT",
+                callback=_prices,
+                help="Price of a GPU-hour, of all devices or of the named model. Can be repeated.",
+            ),
+            click.option("--currency", default="USD", show_default=True, help="Of the price."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _endpoints(
+    _context: click.Context, _parameter: click.Parameter, values: Sequence[str]
+) -> tuple[tuple[str | None, str], ...]:
+    out = []
+    for value in values:
+        match = re.fullmatch(r"(?:(?P<name>[\w.-]+)=)?(?P<url>https?://[^\s/?#]+\S*)", value)
+        if match is None:
+            raise click.BadParameter(f"{value!r} is not [NAME=]http://HOST:PORT")
+        out.append((match["name"], match["url"]))
+    return tuple(out)
+
+
+def _prices(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, float]:
+    prices: dict[str, float] = {}
+    for value in values:
+        name, _, amount = value.rpartition("=")
+        try:
+            price = float(amount)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < 1e6:
+            raise click.BadParameter(f"{value!r} is not [GPU=]AMOUNT with an amount from 0 up")
+        prices[name.strip()] = price
+    return prices
+
+
+class LatestGpus:
+    """A collector that keeps who held which GPU, for the discovery of engines one tick later."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._processes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def name(self) -> str:
+        """The collector's own name."""
+        return self._collector.name
+
+    def read(self, now_ns: int) -> Reading:
+        """Read, and remember the holders."""
+        reading = self._collector.read(now_ns)
+        self._processes = {gpu.hw_id: _pids(gpu) for gpu in reading.gpus or ()}
+        return reading
+
+    def close(self) -> None:
+        """Close the collector."""
+        self._collector.close()
+
+    def processes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the PIDs by `hw_id`, as of the last reading."""
+        return self._processes
+
+
+def _pids(gpu: GpuReading) -> tuple[int, ...]:
+    return tuple(process.pid for process in gpu.processes or ())
+
+
+def this_node() -> Node:
+    """Describe this machine."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot_id = ""
+    return Node(hostname=socket.gethostname(), boot_id=boot_id, gpuidle_version=__version__)
+
+
+def live_source(
+    *, interval: float, engine_urls: tuple[tuple[str | None, str], ...], discover: bool, proc: Path
+) -> Source:
+    """Return the source that reads this machine."""
+    from gpuidle.agent.clock import SystemClock
+    from gpuidle.agent.sampler import Sampler
+    from gpuidle.collectors.counters.nvml import NvmlCollector
+    from gpuidle.collectors.engines.collector import EnginesCollector, NamedEndpoint
+    from gpuidle.collectors.table import ENGINES
+
+    gpus = LatestGpus(NvmlCollector(proc))
+    engines = EnginesCollector(
+        ENGINES,
+        proc_root=str(proc),
+        endpoints=tuple(NamedEndpoint(url=url, name=name) for name, url in engine_urls),
+        gpu_processes=gpus.processes,
+        discover=discover,
+        scrape_period_s=interval,
+    )
+    return Sampler((gpus, engines), SystemClock(), this_node(), interval_ns=round(interval * 1e9))
+
+
+class Status:
+    """What exporters ask of the pipe (ports.Telemetry), which is built after them."""
+
+    def __init__(self) -> None:
+        self.pipeline: Pipeline | None = None
+
+    def outlets(self) -> tuple[OutletStatus, ...]:
+        """Return the state of every outlet; nothing before the pipe stands."""
+        return () if self.pipeline is None else self.pipeline.outlets()
+
+
+async def run_until_signalled(
+    pipeline: Pipeline, source: Source, *, give_stop: Callable[[Callable[[], None]], None] | None = None
+) -> None:
+    """Run the pipe until its source ends or SIGINT or SIGTERM comes; then flush and close.
+
+    `give_stop` is handed a function that ends the run and may be called from any thread. A second signal
+    ends the program at once.
+    """
+    loop = asyncio.get_running_loop()
+    closing: set[asyncio.Task[None]] = set()
+
+    def stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        closing.add(asyncio.ensure_future(source.close()))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    if give_stop is not None:
+        give_stop(lambda: loop.call_soon_threadsafe(stop))
+    await pipeline.run()
