@@ -13,7 +13,7 @@ from .palette import PHASE_LOOKS, QUIET, STRONG, WARNING
 
 Detail = Literal["full", "line"]
 
-_LABEL = 10
+_LABEL = 11
 
 
 def engine_section(frame: Frame, width: int, detail: Detail, room: int | None = None) -> list[Line]:

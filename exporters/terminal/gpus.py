@@ -30,6 +30,7 @@ from .layout import (
     join,
     line_width,
     pad,
+    plain,
     rule,
     span,
     text_width,
@@ -40,7 +41,7 @@ from .palette import CAUSES, GREY, QUIET, STRONG, ordered
 
 Detail = Literal["tall", "full", "short", "line"]
 
-_LABEL = 10
+_LABEL = 11
 _GAP = 2
 _PERCENT = len("~100.0 %")
 _BOUNDED = len("~99.6 % (99.4-99.8)")
@@ -110,7 +111,9 @@ def _card(
             label=span(f"% of {duration(summed.window_ns)}", QUIET),
             indent=_LABEL,
         )
-        lines += [labelled("useful", used_sparks(steps, bar_width), _LABEL), EMPTY]
+        sparks = used_sparks(steps, bar_width)
+        lines += [labelled("useful", sparks, _LABEL)] if plain(sparks).strip() else []
+        lines.append(EMPTY)
     return [crop(line, width) for line in lines]
 
 
@@ -195,7 +198,7 @@ def _vitals(gpu: GpuFrame, detail: Detail) -> list[Line]:
     items = [
         _pair("memory", _memory(gpu)),
         _pair("power", _power(gpu)),
-        span(celsius if celsius == DASH else f"{celsius}°C"),
+        _pair("temp", DASH) if celsius == DASH else span(f"{celsius}°C"),
         _pair("SM", of(mhz(gpu.sm_clock_hz), mhz(gpu.sm_clock_max_hz), "MHz")),
     ]
     if gpu.clock_events:

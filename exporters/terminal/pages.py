@@ -20,17 +20,18 @@ def header(frame: Frame, options: ScreenOptions, width: int) -> Line:
         marks.append((10, span(" SIMULATED ", MARK)))
     if options.replay is not None:
         marks.append((8, span(_replay(frame, options.replay), MARK)))
+        marks.append((2, span(clean(options.replay.name))))
     if options.frozen:
         marks.append((7, span(" FROZEN ", MARK)))
-    version = clean(frame.node.gpuidle_version)
     left = fit(
         [
             (9, span("gpuidle", STRONG)),
-            (1, span(version, QUIET)),
+            (1, span(clean(frame.node.gpuidle_version), QUIET)),
             *marks,
             (5, span(crop_host(clean(frame.node.hostname), width), STRONG)),
         ],
-        width,
+        max(18, width - 10),
+        " ",
     )
     late = f"late {duration(frame.lateness_ns)}" if frame.lateness_ns >= 1_000_000 else ""
     missed = f"{frame.missed_ticks_total:,} missed" if frame.missed_ticks_total > 0 else ""
@@ -62,7 +63,7 @@ def clock_time(wall_ns: int, options: ScreenOptions, *, with_date: bool) -> str:
 
 
 def _replay(frame: Frame, replay: Replay) -> str:
-    text = f" REPLAY {clean(replay.name)}"
+    text = " REPLAY"
     if replay.start_ns is not None:
         text += f" {position(frame.monotonic_ns - replay.start_ns)}"
         if replay.end_ns is not None:

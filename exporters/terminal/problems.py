@@ -49,7 +49,7 @@ def _cut_short(lines: list[Line], block: list[Line], left: int, room: int, hint:
     """Return `lines`, what is left counted, and the start of `block` if nothing else stands there."""
     if len(lines) == 1 and room >= 3:
         lines += block[: room - 2]
-        more = f"… and {left - 1} more" if left > 1 else "…"
+        more = f"the rest, and {left - 1} more" if left > 1 else "the rest"
     else:
         more = f"+{left} more"
     return [*lines, span(f"  {more}{hint}", QUIET)][:room]
