@@ -111,22 +111,23 @@ def scan(file: BinaryIO, offset: int) -> Iterator[Chunk | Damage | Cut]:
                 yield Cut(offset)
                 return
         end, outcome = _chunk_at(file, offset, size)
-        if end is None:
-            found = _find_chunk(file, offset + 1, size)
-            if found is None:
-                whole_tail = _ends_like_a_finished_file(file, offset, size)
-                yield Damage(offset, outcome) if whole_tail else Cut(offset)
+        if isinstance(outcome, Chunk):
+            if outcome.number > last:
+                last = outcome.number
+                yield outcome
+            else:
+                yield Damage(offset, "a chunk out of order")
+        elif end is None or not _record_at(file, end, size):  # its length is not to be believed
+            end = _find_chunk(file, offset + 1, size)
+            if end is None and not _ends_like_a_finished_file(file, offset, size):
+                yield Cut(offset)
                 return
             yield Damage(offset, outcome)
-            offset = found
-            continue
-        if isinstance(outcome, str):
-            yield Damage(offset, outcome)
-        elif outcome.number <= last:
-            yield Damage(offset, "a chunk out of order")
+            if end is None:
+                return
         else:
-            last = outcome.number
-            yield outcome
+            yield Damage(offset, outcome)
+        assert end is not None
         offset = end
 
 
@@ -231,7 +232,7 @@ def _find_chunk(file: BinaryIO, offset: int, size: int) -> int | None:
     start = offset
     while start < size:
         file.seek(start)
-        window = file.read(_WINDOW + overlap)
+        window = file.read(min(_WINDOW + overlap, size - start))
         at = window.find(_CHUNK_MARK)
         while at >= 0:
             begin = at - _MARK_AT
@@ -241,6 +242,15 @@ def _find_chunk(file: BinaryIO, offset: int, size: int) -> int | None:
             at = window.find(_CHUNK_MARK, at + 1)
         start += _WINDOW
     return None
+
+
+def _record_at(file: BinaryIO, offset: int, size: int) -> bool:
+    """Return whether the file goes on with a chunk at `offset`, or ends there."""
+    file.seek(offset)
+    head = file.read(_CHUNK_HEAD.size)
+    if len(head) < _CHUNK_HEAD.size:
+        return _CLOSING.startswith(head)
+    return _is_chunk_head(head, size - offset)
 
 
 def _is_chunk_head(head: bytes, room: int) -> bool:

@@ -19,7 +19,7 @@ from mcap.stream_reader import StreamReader
 from tests.exporters.recording.sessions import SECOND, WALL_NS, make_snapshot, write_session
 
 from gpuidle.agent.codec import decode_snapshot, encode_snapshot
-from gpuidle.agent.model import Snapshot
+from gpuidle.agent.model import Node, Snapshot
 from gpuidle.collectors.recording import scan
 from gpuidle.collectors.recording.reader import Session, read_snapshots
 from gpuidle.exporters.recording import framing
@@ -309,7 +309,7 @@ def test_a_killed_process_loses_at_most_the_snapshot_being_written(tmp_path: Pat
 def test_memory_stays_flat_over_twenty_thousand_snapshots(tmp_path: Path) -> None:
     path = tmp_path / "a.gpuidle.mcap"
     writer = SessionWriter(path)
-    snapshot = make_snapshot(0)
+    snapshot = Snapshot(sequence=0, monotonic_ns=1, boottime_ns=1, wall_ns=1, node=Node(hostname="n"))
 
     def growth(iterations: int) -> int:
         before, _ = tracemalloc.get_traced_memory()
