@@ -1,0 +1,231 @@
+"""From processes to engines: which process is an engine's root, what belongs to it, where it listens.
+
+An engine's root is the highest ancestor that an engine's rule recognises; all that descends from it belongs
+to it. GPU processes are given by the caller, as PIDs of the driver; on a node without a GPU the rules alone
+find the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from gpuidle.agent.model import Problem
+from gpuidle.collectors.discovery.processes import Listener, Process, ProcessTable
+from gpuidle.collectors.engines.rule import EngineKind, Settings
+from gpuidle.collectors.modelfiles.config_json import ConfigError, resolve_within
+from gpuidle.collectors.support.files import read_regular
+
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""The kernel's own number for the namespace of the host (PROC_PID_INIT_INO)."""
+_CONFIG_FILE_LIMIT = 256 * 1024
+_MOST_URLS = 3
+
+
+@dataclass(frozen=True)
+class FoundEngine:
+    """One engine's processes, and where it may answer."""
+
+    kind: EngineKind
+    root: Process
+    pids: tuple[int, ...]
+    """In the driver's namespace; () where ours is another one."""
+    hw_ids: tuple[str, ...]
+    settings: Settings
+    urls: tuple[str, ...]
+    """The likeliest first; () when nothing listens."""
+    unreachable: Problem | None = None
+    """Why what listens cannot be asked from here."""
+    hidden: bool = False
+    """Whether the sockets of the process may not be looked at."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The identity of the root process."""
+        return self.root.pid, self.root.start_ns
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """All engines of the node."""
+
+    engines: tuple[FoundEngine, ...]
+    missing_pids: frozenset[int]
+    """GPU processes that are not in our proc: just gone, hidden, or of another namespace."""
+    foreign_namespace: bool
+    """Whether the driver's PIDs are not ours."""
+
+
+def find_engines(
+    table: ProcessTable, kinds: Sequence[EngineKind], gpu_processes: Mapping[str, Sequence[int]]
+) -> Discovered:
+    """Return the engines among the processes of `table` (refreshed by the caller).
+
+    `gpu_processes` maps hw_id to the PIDs that hold a context on it, as the driver gives them.
+    """
+    gpu_pids = {pid for pids in gpu_processes.values() for pid in pids}
+    missing = frozenset(pid for pid in gpu_pids if table.get(pid) is None and table.read(pid) is None)
+    own = table.namespace("self", "pid")
+    contained = own is not None and own != _INITIAL_PID_NAMESPACE
+    foreign = contained and bool(gpu_processes) and (bool(missing) or not gpu_pids)
+    engines = tuple(
+        _found(table, kind, root, {} if foreign else gpu_processes, foreign=foreign)
+        for kind, root in _roots(table, kinds)
+    )
+    return Discovered(engines, missing, foreign)
+
+
+def _roots(table: ProcessTable, kinds: Sequence[EngineKind]) -> list[tuple[EngineKind, Process]]:
+    """Return each engine's highest process, by PID."""
+    roots: dict[int, tuple[EngineKind, Process]] = {}
+    parts: list[tuple[EngineKind, Process]] = []
+    for process in table.all():
+        for kind in kinds:
+            if kind.rule.is_root(process.cmdline):
+                line = table.ancestors(process)
+                top = next((p for p in reversed(line) if kind.rule.is_root(p.cmdline)), process)
+                roots[top.pid] = (kind, top)
+                break
+            if kind.rule.is_part(process.title):
+                parts.append((kind, process))
+                break
+    for kind, part in parts:
+        line = table.ancestors(part)
+        if not any(p.pid in roots for p in line):
+            top = next((p for p in reversed(line) if kind.rule.is_part(p.title)), part)
+            roots[top.pid] = (kind, top)
+    return [roots[pid] for pid in sorted(roots)]
+
+
+def _found(
+    table: ProcessTable,
+    kind: EngineKind,
+    root: Process,
+    gpu_processes: Mapping[str, Sequence[int]],
+    *,
+    foreign: bool,
+) -> FoundEngine:
+    tree = table.tree(root)
+    pids = tuple(process.pid for process in tree)
+    hw_ids = tuple(sorted(hw_id for hw_id, held in gpu_processes.items() if set(held) & set(pids)))
+    fronts = [process for process in tree if kind.rule.is_front_end(process.title)]
+    if kind.rule.is_root(root.cmdline):
+        settings = kind.rule.settings(root.cmdline, lambda name: _read_config_file(table, root, name))
+    elif fronts:
+        settings = Settings()
+    else:
+        settings = Settings(blind=_no_api(kind, root))
+    if len(fronts) > 1:
+        settings = replace(settings, front_ends=max(len(fronts), settings.front_ends or 1))
+    urls: tuple[str, ...] = ()
+    unreachable: Problem | None = None
+    hidden = False
+    if settings.blind is None:
+        listeners, hidden = _listeners(table, [root, *fronts], settings.port)
+        reachable = [one for one in listeners if _is_near(table, root, one)]
+        urls = tuple(f"{settings.scheme}://{one.address}:{one.port}" for one in reachable)[:_MOST_URLS]
+        if listeners and not reachable:
+            unreachable = _far(kind, root, listeners[0].port)
+    problems = [*settings.problems]
+    if hidden:
+        problems.append(forbidden(kind, root, "its sockets"))
+    return FoundEngine(
+        kind=kind,
+        root=root,
+        pids=() if foreign else pids,
+        hw_ids=hw_ids,
+        settings=settings,
+        urls=urls,
+        unreachable=unreachable,
+        hidden=hidden,
+        problems=tuple(problems),
+    )
+
+
+def _read_config_file(table: ProcessTable, root: Process, name: str) -> str | None:
+    try:
+        cwd = table.working_folder(root.pid)
+        path = resolve_within(table.folder(root.pid, "root"), str(PurePosixPath(cwd) / name))
+        return read_regular(path, _CONFIG_FILE_LIMIT).decode("utf-8", "replace")
+    except (OSError, ConfigError):
+        return None
+
+
+def _listeners(
+    table: ProcessTable, holders: Sequence[Process], port: int | None
+) -> tuple[list[Listener], bool]:
+    """Return the LISTEN sockets of `holders`, `port` first, and whether they could not be looked at.
+
+    The workers are no holders: each has a dozen ports of its own for collectives. Where the sockets of the
+    process may not be seen, the port that its flags name must do.
+    """
+    everyone = table.listeners(holders[0].pid)
+    inodes: set[int] = set()
+    hidden = False
+    for process in holders:
+        held = _sockets(table, process)
+        hidden = hidden or held is None
+        inodes |= held or frozenset()
+    own = [one for one in everyone if one.inode in inodes]
+    if not own and hidden:
+        own = [one for one in everyone if one.port == port]
+    named = [one for one in own if one.port == port]
+    # One socket may be listed for each address family.
+    by_port = {one.port: one for one in reversed(named or own)}
+    return sorted(by_port.values(), key=lambda one: one.port), hidden
+
+
+def _sockets(table: ProcessTable, process: Process) -> frozenset[int] | None:
+    """Return the inodes of a process's sockets, none if it is gone; None: they may not be looked at."""
+    try:
+        return table.socket_inodes(process.pid)
+    except PermissionError:
+        return None
+    except OSError:
+        return frozenset()
+
+
+def _is_near(table: ProcessTable, process: Process, listener: Listener) -> bool:
+    """Return whether a listener of `process` is in our own network namespace.
+
+    Without it, "127.0.0.1:8000" would be somebody else's server. Where the namespaces may not be compared,
+    the socket's inode, which is unique on the node, is looked for among those of our namespace.
+    """
+    ours, theirs = table.namespace("self", "net"), table.namespace(process.pid, "net")
+    if ours is not None and theirs is not None:
+        return ours == theirs
+    return any(one.inode == listener.inode for one in table.listeners("self"))
+
+
+def _no_api(kind: EngineKind, root: Process) -> Problem:
+    return Problem(
+        source=kind.rule.engine,
+        kind="no_api_process",
+        message=f"process {root.pid} ({root.title[:60]}) is part of an engine without an API process here: "
+        "an offline program, a node of a larger engine, or its parent was killed",
+        remedy="only GPU counters tell something of it; counters of tokens are where its API process runs",
+    )
+
+
+def _far(kind: EngineKind, root: Process, port: int) -> Problem:
+    return Problem(
+        source="discovery",
+        kind="foreign_network_namespace",
+        message=f"{kind.rule.engine} (process {root.pid}) listens on port {port} of another network "
+        "namespace",
+        remedy="run gpuidle with the host's network beside an engine that has it too, or name the address "
+        "under which the engine is reached with --engine-url",
+    )
+
+
+def forbidden(kind: EngineKind, root: Process, what: str) -> Problem:
+    """Return the Problem of a process of another user, `what` being the part that may not be read."""
+    return Problem(
+        source="discovery",
+        kind="permission",
+        message=f"{what} of {kind.rule.engine} (process {root.pid}) may not be read: it runs as another user",
+        remedy="run gpuidle as the engine's user or with CAP_SYS_PTRACE, or name the endpoint with "
+        "--engine-url",
+    )
