@@ -75,10 +75,13 @@ class Metric(Generic[T]):
         return prometheus_name(self.name, self.unit, self.kind)
 
 
+AnyMetric = Metric[Frame] | Metric[AgentReading]
+
+
 class MetricPoints(NamedTuple):
     """A row of the catalogue with its points of the moment; there is at least one."""
 
-    metric: Metric[Frame] | Metric[AgentReading]
+    metric: AnyMetric
     points: tuple[Point, ...]
 
 
@@ -400,3 +403,6 @@ AGENT_METRICS: tuple[Metric[AgentReading], ...] = (
         ),
     ),
 )
+
+CATALOGUE: tuple[AnyMetric, ...] = (*FRAME_METRICS, *AGENT_METRICS)
+"""Everything that can be published, in the order in which it is."""

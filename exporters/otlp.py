@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +99,7 @@ class OtlpExporter:
         self._sdk_logger.addFilter(self._quiet)
         self._latest: Latest | None = None
         self._resource: Resource | None = None
-        self._known: dict[Key, Series] = {}
+        self._known: OrderedDict[Key, Series] = OrderedDict()
         self._last_export_ns: int | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpuidle-otlp", daemon=True)
@@ -145,7 +146,7 @@ class OtlpExporter:
         except Exception as error:  # noqa: BLE001 - whatever it is, the next export is another chance
             arrived, self._quiet.message = False, f"{type(error).__name__}: {error}"
         if arrived:
-            self._known = remember(self._known, counters)
+            remember(self._known, counters)
             self._last_export_ns = latest.frame.wall_ns
         self._complaints.note(arrived=arrived, reason=self._quiet.message, now=time.monotonic())
 
@@ -245,7 +246,7 @@ def _shown(endpoint: str | None) -> str:
 
 def resource_of(node: Node) -> Resource:
     """Return who sends: this node and this program, unless OTEL_RESOURCE_ATTRIBUTES say otherwise."""
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     host_id = _machine_id() if node.hostname == socket.gethostname() else None
     ours: dict[str, str | bool] = {
@@ -258,11 +259,8 @@ def resource_of(node: Node) -> Resource:
         ours["host.id"] = host_id
     if node.simulated:
         ours["gpuidle.simulated"] = True
-    given = Resource.create()
-    told = set(given.attributes)
-    if str(given.attributes.get("service.name")).startswith("unknown_service"):
-        told.discard("service.name")
-    return given.merge(Resource({name: value for name, value in ours.items() if name not in told}))
+    told = OTELResourceDetector().detect().attributes
+    return Resource.create({name: value for name, value in ours.items() if name not in told})
 
 
 def _machine_id() -> str | None:

@@ -7,6 +7,7 @@ that arrived, with the series that live and a bounded number of those that latel
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -79,10 +80,13 @@ def data_points(
     return metrics, counters
 
 
-def remember(known: Mapping[Key, Series], counters: Mapping[Key, Series]) -> dict[Key, Series]:
-    """Return what the receiver knows after an export that arrived: live series last, old ends forgotten."""
-    ended = [(key, series) for key, series in known.items() if key not in counters]
-    return {**dict(ended[-ENDED_SERIES_KEPT:]), **counters}
+def remember(known: OrderedDict[Key, Series], counters: Mapping[Key, Series]) -> None:
+    """Let `known` be what the receiver knows after an export that arrived; the oldest ends are forgotten."""
+    for key, series in counters.items():
+        known[key] = series
+        known.move_to_end(key)
+    while len(known) - len(counters) > ENDED_SERIES_KEPT:
+        known.popitem(last=False)
 
 
 def _start(
