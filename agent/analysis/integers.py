@@ -12,16 +12,16 @@ def split(total: int, weights: Sequence[float]) -> list[int]:
     """
     if total < 0:
         raise ValueError(f"cannot split a negative total: {total}")
-    whole = sum(weights)
-    if whole <= 0:
+    largest = max(weights)
+    if largest <= 0:
         return [0] * (len(weights) - 1) + [total]
-    exact = [total * (weight / whole) for weight in weights]
-    parts = [int(value) for value in exact]
-    left = total - sum(parts)
-    # Rounding of huge totals can leave more than one unit a part, or overshoot by one.
-    order = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
-    for i in range(abs(left)):
-        parts[order[i % len(order)] if left > 0 else order[-1 - i % len(order)]] += 1 if left > 0 else -1
+    # Integers from here on: in floats a large total would lose or gain units.
+    scaled = [int(weight / largest * (1 << 53)) for weight in weights]
+    whole = sum(scaled)
+    parts = [total * weight // whole for weight in scaled]
+    order = sorted(range(len(parts)), key=lambda i: (-(total * scaled[i] % whole), i))
+    for i in order[: total - sum(parts)]:
+        parts[i] += 1
     return parts
 
 

@@ -75,8 +75,9 @@ def ledger(evidence: Evidence) -> Ledger:
     """Book one window."""
     observed_ns = min(evidence.window_ns, max(0, evidence.observed_ns))
     if evidence.owner != "engine":
-        booked = {evidence.owner: observed_ns} if evidence.owner != "unallocated" else _empty_gpu(evidence)
-        wanted, estimated = booked, set[str]()
+        whole: dict[str, float] = {evidence.owner: observed_ns}
+        wanted = _empty_gpu(evidence) if evidence.owner == "unallocated" else whole
+        estimated: set[str] = set()
     elif evidence.active_ns is None:
         wanted, estimated = _without_counter(evidence, observed_ns)
     else:

@@ -175,14 +175,16 @@ def _prefill_time(
     if steps.counted_steps == 0:
         return busy_ns, busy_ns, busy_ns  # no step with output: what ran were chunks of a prompt
     low, middle, high = steps.decode_only()
-    if middle == 0 and high <= 1:
-        return busy_ns * (1 - high / max(1, steps.counted_steps)), busy_ns, busy_ns
     if pace_ns is None:
-        if not sums.always_running:
-            return 0.0, None, busy_ns
-        # No pace yet: prefills take longer than decodes, so their share of the steps is a lower bound.
-        return busy_ns * (1 - high / steps.counted_steps), None, busy_ns
-    return tuple(max(0.0, busy_ns - count * pace_ns) for count in (high, middle, low))  # type: ignore[return-value]
+        # No pace yet. A step with a prefill moves the same weights for more rows, so it lasts no less than a
+        # decode-only one: the prefills' part of all steps, chunks included, is a lower bound of their time.
+        chunks = (
+            0 if max_batched_tokens is None else math.ceil((sums.prefill_tokens or 0) / max_batched_tokens)
+        )
+        every = max(steps.counted_steps, chunks + middle)
+        return busy_ns * (1 - min(1.0, high / every)), busy_ns * (1 - middle / every), busy_ns
+    least, estimate, most = (max(0.0, busy_ns - count * pace_ns) for count in (high, middle, low))
+    return least, estimate, most
 
 
 def _settle(

@@ -56,7 +56,7 @@ def test_a_busy_decode_is_almost_all_idle_compute() -> None:
 
 def test_totals_are_the_sum_of_settled_windows_and_never_fall() -> None:
     frames = feed(decoding(12))
-    past = dict.fromkeys(CAUSES, 0)
+    past: dict[str, int] = dict.fromkeys(CAUSES, 0)
     for frame in frames:
         totals = frame.gpus[0].causes_total_ns
         assert all(totals[cause] >= past[cause] for cause in CAUSES)

@@ -97,7 +97,7 @@ def test_a_late_prompt_is_given_back_to_the_seconds_in_which_it_was_computed() -
     )
     windows = [between(a, b) for a, b in itertools.pairwise(readings)]
     moved = spread_late_prompts(windows)
-    tokens = [w.prefill_tokens for w in moved]
+    tokens = [w.prefill_tokens or 0 for w in moved]
     assert sum(tokens) == 3000
     assert tokens == [500, 1000, 1000, 500]
     assert not any(w.at_rest for w in moved)
