@@ -20,7 +20,6 @@ from gpuidle.agent.physics.peaks import NoPeak, find_peaks
 from gpuidle.agent.physics.shapes import (
     ModelShape,
     UnknownArchitecture,
-    UnknownQuantisation,
     shape_from_config,
 )
 from gpuidle.agent.physics.work import Work, work
@@ -80,7 +79,7 @@ class Costs:
             raise ScenarioError(f"no peaks are known of {gpu.name} with {gpu.memory_total_bytes} bytes")
         try:
             shape = shape_from_config(spec.config)
-        except (UnknownArchitecture, UnknownQuantisation) as error:
+        except UnknownArchitecture as error:
             raise ScenarioError(f"{spec.name}: {error}") from error
         if shape.windowed or shape.latent:
             raise ScenarioError(f"{spec.name}: sliding windows and MLA are not simulated")

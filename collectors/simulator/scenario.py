@@ -249,7 +249,7 @@ def demo(seed: int = 0) -> Scenario:
         parts=(
             *bursts,
             Burst(at_ns=10 * SECOND_NS, count=24, mix=chats),
-            Poisson(per_second=2.5, mix=both, start_ns=20 * SECOND_NS, stop_ns=28 * SECOND_NS),
+            *(Burst(at_ns=20 * SECOND_NS + i * 4 * SECOND_NS // 5, count=2, mix=both) for i in range(11)),
         ),
     )
     engine = EngineSpec(
