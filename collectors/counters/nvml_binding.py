@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -80,3 +81,22 @@ def process_list(kind: str, handle: object) -> list[tuple[int, int | None]]:
     unknown = nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
     listed = ((row.pid, row.usedGpuMemory) for row in rows[: count.value])
     return [(pid, None if used == unknown else used) for pid, used in listed]
+
+
+def reload_library() -> None:
+    """Load libnvidia-ml.so.1 anew, in case an upgrade has put another file in its place.
+
+    A process keeps the library that it loaded first, whatever its name means by now, and after an upgrade
+    of the driver that one never fits again. The new one is asked for by its own path, which the loader does
+    not take for the old one. The old one stays mapped: someone may be inside it.
+    """
+    name = "libnvidia-ml.so"
+    try:
+        with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
+            mapped = next((line.split(maxsplit=5)[5] for line in maps if f"/{name}" in line), None)
+        if mapped is None:
+            return
+        nvml.nvmlLib = ctypes.CDLL(str((Path(mapped).parent / f"{name}.1").resolve()))
+    except OSError:
+        return  # what is loaded stays; the next initialisation says what is wrong with it
+    nvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001  # it would keep the old functions

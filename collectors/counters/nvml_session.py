@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gpuidle.agent.model import GpuReading, Problem, Reading
 from gpuidle.collectors.counters import nvml_faults as faults
-from gpuidle.collectors.counters.nvml_binding import error_text, nvml, text, version
+from gpuidle.collectors.counters.nvml_binding import error_text, nvml, reload_library, text, version
 from gpuidle.collectors.counters.nvml_device import Device, Guard, open_device, read_device
 
 SECOND_NS = 1_000_000_000
@@ -98,6 +98,12 @@ class Session:
 
 def _initialise() -> None:
     try:
-        nvml.nvmlInit()
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            if error.value != faults.LIB_RM_VERSION_MISMATCH:
+                raise
+            reload_library()
+            nvml.nvmlInit()
     except nvml.NVMLError as error:
         raise faults.SessionLost(faults.session_problem(error.value, error_text(error.value))) from None

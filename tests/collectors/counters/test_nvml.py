@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -421,6 +422,25 @@ def test_errors_of_all_of_nvml_are_named_and_mended(node: CollectorProcess, code
     assert (under_way.gpus, kinds(under_way)) == (None, [(kind, "")])
     node.write(Scenario())
     assert hw_ids(node.read(4)) == [UUID_0, UUID_1]
+
+
+def test_an_upgraded_driver_is_read_through_its_new_library(nvml_library: Path, tmp_path: Path) -> None:
+    def install(version: str) -> str:
+        name = f"libnvidia-ml.so.{version}"
+        shutil.copy(nvml_library / "libnvidia-ml.so.1", tmp_path / name)
+        (tmp_path / "link").symlink_to(name)
+        (tmp_path / "link").rename(tmp_path / "libnvidia-ml.so.1")
+        return name
+
+    old = install("570.1")
+    with collector_process(tmp_path, tmp_path) as process:
+        process.write(Scenario(kernel_library=old))
+        assert hw_ids(process.read(1)) == [UUID_0, UUID_1]
+        process.write(Scenario(kernel_library="libnvidia-ml.so.580.2"))  # the kernel first
+        assert [the_problem(process.read(seconds)).kind for seconds in (2, 3)] == ["version_mismatch"] * 2
+        assert install("580.2") != old
+        assert hw_ids(process.read(5)) == [UUID_0, UUID_1]
+        assert hw_ids(process.read(6)) == [UUID_0, UUID_1]
 
 
 def test_a_driver_that_goes_away_takes_no_value_with_it(node: CollectorProcess) -> None:

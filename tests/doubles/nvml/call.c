@@ -1,7 +1,10 @@
 /* What every call passes: the scenario as it stands now, faults, initialisation, the device. */
+#define _GNU_SOURCE
 #include "double.h"
 
+#include <dlfcn.h>
 #include <fnmatch.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -79,6 +82,22 @@ static nvmlReturn_t apply_faults(const char *function, int index)
     return code;
 }
 
+static char own_path[PATH_MAX]; /* as it was when the library was loaded: its link may move */
+
+__attribute__((constructor)) static void remember_path(void)
+{
+    Dl_info self;
+    if (!dladdr((void *)remember_path, &self) || !realpath(self.dli_fname, own_path)) own_path[0] = '\0';
+}
+
+/* kernel_library FILE: the kernel driver takes no library but the one in a file of this name. */
+static int fits_kernel(void)
+{
+    const char *wanted, *name = strrchr(own_path, '/');
+    if (find_text(&scenario.system, "kernel_library", &wanted) != NVML_SUCCESS) return 1;
+    return name && !strcmp(name + 1, wanted);
+}
+
 static struct call enter(const char *function, int index, int needs_init)
 {
     struct call call = {.locked = 1, .scenario = &scenario, .index = index};
@@ -86,6 +105,7 @@ static struct call enter(const char *function, int index, int needs_init)
     refresh();
     call.result = apply_faults(function, index);
     if (call.result == NVML_SUCCESS && !scenario.present) call.result = NVML_ERROR_DRIVER_NOT_LOADED;
+    if (call.result == NVML_SUCCESS && !fits_kernel()) call.result = NVML_ERROR_LIB_RM_VERSION_MISMATCH;
     if (call.result == NVML_SUCCESS && needs_init && !initialised) call.result = NVML_ERROR_UNINITIALIZED;
     if (call.result != NVML_SUCCESS) call_leave(&call);
     return call;

@@ -135,6 +135,8 @@ class Scenario:
     cuda_version: int = 13000
     process_names: tuple[tuple[int, str | bytes], ...] = ()
     """What nvmlSystemGetProcessName answers, by PID."""
+    kernel_library: str | None = None
+    """The name of the only library file that the kernel driver takes; another one is a version mismatch."""
 
     def render(self) -> str:
         """Return the text of the scenario file."""
@@ -144,6 +146,8 @@ class Scenario:
             f"cuda_version {self.cuda_version}",
             *(f"process_name {pid} {escape(name)}" for pid, name in self.process_names),
         ]
+        if self.kernel_library is not None:
+            lines.append(f"kernel_library {escape(self.kernel_library)}")
         for index, gpu in enumerate(self.gpus):
             lines += gpu.lines(index)
         for fault in self.faults:
