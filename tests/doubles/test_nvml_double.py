@@ -199,6 +199,48 @@ def test_a_hanging_call_ends_when_the_scenario_changes(nvml_library: Path, scena
         assert process.communicate(timeout=60)[0] == "3\n"
 
 
+def test_threads_see_whole_scenarios_only(nvml_library: Path, scenario_path: Path) -> None:
+    def node(round_: int) -> Scenario:
+        pids = range(1, 2 + round_ % 5 * 40)
+        return Scenario(gpus=(Gpu(processes=tuple(Process(pid, pid) for pid in pids)),))
+
+    node(0).write(scenario_path)
+    code = """
+import sys, threading
+n.nvmlInit()
+h = n.nvmlDeviceGetHandleByIndex(0)
+stop, seen = threading.Event(), set()
+def work():
+    while not stop.is_set():
+        try:
+            rows = n.nvmlDeviceGetComputeRunningProcesses(h)
+        except n.NVMLError_InsufficientSize:
+            continue  # the list grew between the binding's two calls
+        assert [(r.pid, r.usedGpuMemory) for r in rows] == [(i, i) for i in range(1, len(rows) + 1)]
+        seen.add(len(rows))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for t in threads:
+    t.start()
+print("ready", flush=True)
+sys.stdin.readline()
+stop.set()
+for t in threads:
+    t.join()
+print(sorted(seen - {1, 41, 81, 121, 161}), len(seen) > 0)
+"""
+    command = [sys.executable, "-c", "import pynvml as n\n" + code]
+    env = environment(nvml_library, scenario_path)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for round_ in range(40):
+            node(round_).write(scenario_path)
+        output, errors = process.communicate("\n", timeout=60)
+    assert (output, errors) == ("[] True\n", "")
+
+
 def test_energy_grows_with_the_monotonic_clock(nvml_library: Path, scenario_path: Path) -> None:
     gpu = Gpu(energy_mj=1_000, energy_growth_mj_per_s=350_000, energy_since_ns=0)
     Scenario(gpus=(gpu,)).write(scenario_path)
