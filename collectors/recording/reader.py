@@ -293,8 +293,8 @@ def _decode(path: Path, payload: bytes) -> Snapshot | None:
         if version > SCHEMA_VERSION:
             raise _newer(path, f"schema {version}") from None
         return None
-    columns = (*snapshot.steps, *snapshot.counters)
-    return snapshot if all(_is_sound(series) for series in columns) else None
+    sound = all(map(_is_sound, snapshot.steps)) and all(map(_is_sound, snapshot.counters))
+    return snapshot if sound else None
 
 
 def _is_sound(series: StepSeries | CounterSeries) -> bool:

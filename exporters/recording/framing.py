@@ -7,6 +7,10 @@ every chunk in memory until the end, whatever `index_types` says: a recording ma
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcap.data_stream import RecordBuilder
 
 FORMAT = "gpuidle.session"
 """Profile of the header and name of the metadata record: what makes an MCAP file ours."""
@@ -45,7 +49,7 @@ def opening(*, gpuidle_version: str, schema: int, series: str, part: int) -> byt
     builder.write(_MAGIC)
     Header(profile=FORMAT, library=f"gpuidle {gpuidle_version}").write(builder)
     Metadata(name=FORMAT, metadata=values).write(builder)
-    return bytes(builder.end())
+    return _taken(builder)
 
 
 def closing() -> bytes:
@@ -57,7 +61,7 @@ def closing() -> bytes:
     DataEnd(data_section_crc=0).write(builder)
     Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(builder)
     builder.write(_MAGIC)
-    return bytes(builder.end())
+    return _taken(builder)
 
 
 class ChunkFramer:
@@ -92,7 +96,7 @@ class ChunkFramer:
             publish_time=min(max(wall_ns, 0), _U64),
             data=payload,
         ).write(builder)
-        plain = bytes(builder.end())
+        plain = _taken(builder)
         if len(plain) > MAX_CHUNK_BYTES:
             raise ValueError(f"a snapshot of {len(plain)} bytes; a chunk holds {MAX_CHUNK_BYTES} at most")
         Chunk(
@@ -103,4 +107,10 @@ class ChunkFramer:
             uncompressed_crc=zlib.crc32(plain),
             uncompressed_size=len(plain),
         ).write(builder)
-        return bytes(builder.end())
+        return _taken(builder)
+
+
+def _taken(builder: RecordBuilder) -> bytes:
+    """Return what was built and empty the builder."""
+    data: bytes = builder.end()  # type: ignore[no-untyped-call]
+    return data

@@ -96,6 +96,9 @@ class SessionWriter:
         self._error: RecordingError | None = None
         self._descriptor: int | None = None
         self._part = 0
+        self._size = 0
+        self._number = 0
+        self._first_ns: int | None = None
         self._parts: list[tuple[Path, tuple[int, int]]] = []
         self._last = (0, 0)
         self._texts: dict[str, str] = {}
@@ -255,7 +258,7 @@ class SessionWriter:
         self._parts.append((path, (found.st_dev, found.st_ino)))
         self._size = 0
         self._number = 0
-        self._first_ns: int | None = None
+        self._first_ns = None
         self._append(
             opening(gpuidle_version=__version__, schema=SCHEMA_VERSION, series=self._series, part=self._part)
         )

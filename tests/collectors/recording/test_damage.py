@@ -170,7 +170,7 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
         writer.start(profile="ros2")
         channel = writer.register_channel("/camera", "cdr", writer.register_schema("s", "ros2msg", b""))
         writer.add_message(channel, 1, b"x", 1)
-        writer.finish()
+        writer.finish()  # type: ignore[no-untyped-call]
     with pytest.raises(SessionError, match="an MCAP file of another program"):
         Session(path)
 
@@ -229,7 +229,7 @@ def test_a_newer_snapshot_asks_for_an_upgrade_even_where_the_opening_is_damaged(
         encode_snapshot(
             msgspec.structs.replace(
                 SNAPSHOTS[0],
-                steps=(StepSeries("e", "plugin", True, 0, column([1], "i8"), column([2], "f8")),),  # type: ignore[arg-type]
+                steps=(StepSeries("e", "plugin", True, 0, column([1], "i8"), column([2], "f8")),),
             )
         ),
         ENCODED[0].replace(b"<i8", b"|O8"),

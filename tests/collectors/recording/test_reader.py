@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-def columns(rows: int, dtype: str, elements: st.SearchStrategy[int]) -> st.SearchStrategy[object]:
+def columns(rows: int, dtype: str, elements: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
     return st.lists(elements, min_size=rows, max_size=rows).map(lambda values: column(values, dtype))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from itertools import chain
@@ -272,6 +274,7 @@ def test_a_file_that_could_not_even_begin_is_taken_away(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
+import tempfile
 from pathlib import Path
 from gpuidle.exporters.recording.writer import SessionWriter
 from tests.exporters.recording.sessions import make_snapshot
@@ -375,3 +378,82 @@ def test_limits_that_make_no_sense_are_refused() -> None:
 
 def test_the_usual_name_says_when_the_session_began() -> None:
     assert session_name(WALL_NS) == "session-20261130T005320Z.gpuidle.mcap"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.ENOSPC, "no space left on device: free space there"),
+        (errno.EDQUOT, "free space in this user's quota"),
+        (errno.EIO, "choose another place"),
+    ],
+)
+def test_after_a_failed_write_the_file_is_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
+) -> None:
+    path = tmp_path / "a.gpuidle.mcap"
+    writer = SessionWriter(path)
+    writer.write(make_snapshot(0))
+    real = os.write
+    failures = iter([code])
+
+    def half_then_fail(descriptor: int, data: memoryview) -> int:
+        failing = next(failures, None)
+        if failing is None:
+            return real(descriptor, data)
+        real(descriptor, data[: len(data) // 2])
+        raise OSError(failing, os.strerror(failing))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half_then_fail)
+        with pytest.raises(RecordingError, match=message):
+            writer.write(make_snapshot(1))
+    session = Session(path)
+    assert [snapshot.sequence for snapshot in session] == [0]
+    assert session.problems == ()
+
+
+def test_a_read_only_file_system_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RecordingError, match="choose a folder on a file system that can be written"):
+        SessionWriter(tmp_path / "a.gpuidle.mcap")
+
+
+def test_a_part_that_cannot_be_opened_ends_the_recording_with_the_parts_before_whole(tmp_path: Path) -> None:
+    writer = SessionWriter(tmp_path / "n.gpuidle.mcap", rotation=Rotation(max_age_ns=SECOND))
+    writer.write(make_snapshot(0))
+    (tmp_path / "n.0001.gpuidle.mcap").write_bytes(b"theirs")
+    for _ in range(2):
+        with pytest.raises(RecordingError, match=r"n.0001.gpuidle.mcap: file exists"):
+            writer.write(make_snapshot(1))
+    writer.close()
+    session = Session(tmp_path / "n.0000.gpuidle.mcap")
+    assert [snapshot.sequence for snapshot in session] == [0]
+    assert session.problems == ()
+    assert (tmp_path / "n.0001.gpuidle.mcap").read_bytes() == b"theirs"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_an_old_part_that_cannot_be_deleted_does_not_stop_the_recording() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)  # sticky: only its owner deletes a file
+        os.seteuid(65534)
+        try:
+            rotation = Rotation(max_age_ns=SECOND, keep=1)
+            writer = SessionWriter(Path(folder, "n.gpuidle.mcap"), rotation=rotation)
+            writer.write(make_snapshot(0))
+            os.seteuid(0)
+            os.chown(writer.paths[0], 0, 0)
+            os.seteuid(65534)
+            writer.write(make_snapshot(1))
+            writer.close()
+        finally:
+            os.seteuid(0)
+        assert [problem.kind for problem in writer.problems] == ["old_part_kept"]
+        assert len(list(Path(folder).iterdir())) == 2
+        assert [snapshot.sequence for snapshot in read_snapshots(Path(folder))] == [0, 1]
