@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Windows = Literal["none", "all", "layer_types", "alternate", "pattern", "qwen"]
+Windows = Literal["none", "all", "alternate", "pattern", "qwen"]
 """Which layers have a sliding window where the configuration names one and lists no `layer_types`: all,
 every other one from the first, all but each n-th (`sliding_window_pattern`), or Qwen's from a layer on."""
 
@@ -135,6 +135,76 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm4": Family(
+        norms=4,
+        qkv_bias="attention_bias",
+        defaults={"attention_bias": True},
+        modules={"gate": "mlp.gate_up_proj", "up": "mlp.gate_up_proj"},
+    ),
+    "glm4_moe": Family(qk_norm="use_qk_norm", qkv_bias="attention_bias", experts="first_dense"),
+    "dots1": Family(
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="qwen",
+        experts="first_dense",
+    ),
+    "minimax_m2": Family(
+        qk_norm="full",
+        experts="all",
+        modules={"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts.0"},
+    ),
+    "ministral": Family(windows="all"),
+    "ministral3": Family(windows="all"),
+    "olmo2": Family(qk_norm="full", qkv_bias="attention_bias", o_bias="attention_bias"),
+    "olmo3": Family(
+        qk_norm="full",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="pattern",
+        defaults={"sliding_window_pattern": 4},
+    ),
+    "olmoe": Family(qk_norm="full", qkv_bias="attention_bias", o_bias="attention_bias", experts="all"),
+    "granite": Family(qkv_bias="attention_bias", o_bias="attention_bias", ffn_bias="mlp_bias"),
+    "granitemoe": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        experts="all",
+        modules={"router": "block_sparse_moe.router.layer", "experts": "block_sparse_moe"},
+    ),
+    "smollm3": Family(qkv_bias="attention_bias", o_bias="attention_bias", ffn_bias="mlp_bias", tied=True),
+    "seed_oss": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        ffn_bias="mlp_bias",
+        defaults={"attention_bias": True},
+    ),
+    "ernie4_5": Family(qkv_bias="use_bias", o_bias="use_bias", ffn_bias="use_bias", tied=True),
+    "hunyuan_v1_dense": Family(qk_norm="head", qkv_bias="attention_bias", o_bias="attention_bias"),
+    "arcee": Family(gated=False, qkv_bias="attention_bias", o_bias="attention_bias", ffn_bias="mlp_bias"),
+    "nemotron": Family(
+        gated=False, norm_bias=True, qkv_bias="attention_bias", o_bias="attention_bias", ffn_bias="mlp_bias"
+    ),
+    "cohere": Family(norms=1, qkv_bias="attention_bias", o_bias="attention_bias", tied=True),
+    "cohere2": Family(
+        norms=1,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        tied=True,
+        windows="pattern",
+        defaults={"sliding_window_pattern": 4},
+    ),
+    "phi": Family(
+        gated=False,
+        norms=1,
+        norm_bias=True,
+        qkv_bias=True,
+        o_bias=True,
+        ffn_bias=True,
+        lm_head_bias=True,
+        modules={"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
+    ),
     "opt": Family(
         gated=False,
         norm_bias=True,
@@ -216,6 +286,7 @@ WRAPPERS: Mapping[str, tuple[str, str]] = {
     "qwen2_5_vl": ("text_config", "qwen2_5_vl_text"),
     "qwen3_vl": ("text_config", "qwen3_vl_text"),
     "qwen3_vl_moe": ("text_config", "qwen3_vl_moe_text"),
+    "kimi_k25": ("text_config", "kimi_k2"),
     "internvl": ("text_config", "qwen2"),
     "internvl_chat": ("llm_config", "qwen2"),
 }

@@ -254,7 +254,8 @@ class _Builder:
         self.vectors += self.hidden * (2 if f.norm_bias else 1) if f.final_norm else 0
         self.matrix("lm_head", "lm_head", self.hidden, self.vocab, "shared_out")
         self.vectors += self.vocab if f.lm_head_bias else 0
-        tied = self.text.get("tie_word_embeddings")
+        tied = self.text.outer.get("tie_word_embeddings")  # a wrapper owns the head, so its word comes first
+        tied = self.text.values.get("tie_word_embeddings") if tied is None else tied
         positions = self.need(f.positions) + f.position_offset if f.positions else 0
         kv = kv_bytes_of(self.block)
         activation = self.plain.bits / 8
@@ -382,8 +383,10 @@ class _Builder:
         if isinstance(kinds, (list, tuple)):
             return self._listed_windows([str(kind) for kind in kinds], window)
         rule = self.family.windows
-        if rule == "none" or not window or self.text.values.get("use_sliding_window") is False:
+        if not window or self.text.values.get("use_sliding_window") is False:
             return [None] * self.layers
+        if rule == "none":
+            raise UnknownArchitecture(f"{self.model_type} with a sliding window: FLOP basis absent")
         if rule == "all":
             return [window] * self.layers
         if rule == "alternate":
