@@ -12,8 +12,8 @@ from gpuidle.collectors.counters.nvml_device import Device, Guard, open_device, 
 SECOND_NS = 1_000_000_000
 REFRESH_NS = 60 * SECOND_NS
 """How long the facts of a device (name, limits) are taken as still true."""
-MISSING_REFRESH_NS = 5 * SECOND_NS
-"""The same while a device did not answer when it was last asked for them."""
+INCOMPLETE_REFRESH_NS = 5 * SECOND_NS
+"""The same while a device, or one of the facts, could not be read."""
 
 
 class Session:
@@ -90,7 +90,8 @@ class Session:
             self._known[index] = device.hw_id
             devices.append(device)
         self._devices, self._missing = tuple(devices), missing
-        self._refresh_ns = now_ns + (MISSING_REFRESH_NS if missing else REFRESH_NS)
+        incomplete = bool(missing or system.problems or any(device.problems for device in devices))
+        self._refresh_ns = now_ns + (INCOMPLETE_REFRESH_NS if incomplete else REFRESH_NS)
 
     def _lost(self, index: int, code: int) -> Problem:
         return faults.device_problem(code, error_text(code), index, self._known.get(index))

@@ -159,7 +159,18 @@ def test_facts_are_kept_for_a_minute(node: CollectorProcess) -> None:
     assert (later.power_limit_watts, later.power_watts) == (500, 2)
 
 
-# --- faults.md row 6: memory of all ones; and other numbers that cannot be
+def test_a_fact_that_could_not_be_read_is_asked_for_again_soon(node: CollectorProcess) -> None:
+    node.write(Scenario(gpus=(Gpu(),), faults=(Fault("nvmlDeviceGetName", "TIMEOUT"),)))
+    for seconds in (1, 2):
+        reading = node.read(seconds)
+        assert only_gpu(reading).name == "unknown GPU"
+        assert kinds(reading) == [("field_error", UUID_0)]
+    node.write(Scenario(gpus=(Gpu(),)))
+    reading = node.read(6)
+    assert (only_gpu(reading).name, reading.problems) == ("NVIDIA H100 80GB HBM3", ())
+
+
+# --- memory of all ones; and other numbers that cannot be
 
 
 def test_memory_of_all_ones_is_absent(node: CollectorProcess) -> None:
@@ -197,7 +208,7 @@ def test_a_process_cannot_hold_more_than_its_gpu(node: CollectorProcess) -> None
     assert kinds(reading) == [("bad_reading", UUID_0)]
 
 
-# --- rows 10 and 11: process lists
+# --- process lists
 
 
 def test_impossible_pids_are_dropped_and_the_binding_is_named(node: CollectorProcess) -> None:
@@ -247,7 +258,7 @@ def test_the_kernels_largest_pid_is_read_where_it_stands(tmp_path: Path) -> None
     assert read_pid_max(tmp_path) == 99
 
 
-# --- rows 16 and 17: text that is no UTF-8
+# --- text that is no UTF-8
 
 
 def test_bytes_that_are_no_utf8_show_as_replacements(node: CollectorProcess) -> None:
@@ -268,7 +279,7 @@ def test_a_process_name_in_another_code_page_costs_nothing(node: CollectorProces
     assert reading.problems == ()
 
 
-# --- rows 18 and 30: fields that a device does not have, and fields that fail
+# --- fields that a device does not have, and fields that fail
 
 
 @pytest.mark.parametrize(
@@ -324,7 +335,7 @@ def test_unified_memory_has_no_memory_of_its_own(node: CollectorProcess) -> None
     assert only_gpu(node.read(2)).memory_total_bytes is None
 
 
-# --- row 19: one lost GPU
+# --- one lost GPU
 
 
 @pytest.mark.parametrize("code", ["GPU_IS_LOST", "UNKNOWN"])
@@ -365,7 +376,7 @@ def test_when_the_only_gpu_is_lost_it_is_not_a_node_without_gpus(node: Collector
     assert kinds(reading) == [("gpu_lost", UUID_0)]
 
 
-# --- row 20: every call fails after hours; row 21: versions differ; no driver, no library
+# --- every call fails after hours; versions differ; no driver; no library
 
 
 def test_unknown_error_from_every_call_ends_in_a_new_initialisation(node: CollectorProcess) -> None:
