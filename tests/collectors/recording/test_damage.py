@@ -21,7 +21,14 @@ from gpuidle.collectors.recording.reader import Session, SessionError
 from gpuidle.exporters.recording.framing import SNAPSHOT_TOPIC, ChunkFramer, closing, opening
 
 SNAPSHOTS = [
-    msgspec.structs.replace(make_snapshot(i), gpus=None, engines=(), counters=()) for i in range(5)
+    msgspec.structs.replace(
+        make_snapshot(i),
+        gpus=None,
+        engines=(),
+        counters=(),
+        steps=make_snapshot(i).steps if i % 4 == 1 else (),
+    )
+    for i in range(5)
 ]  # small: every byte of the file is tried
 ENCODED = [encode_snapshot(snapshot) for snapshot in SNAPSHOTS]
 
@@ -232,9 +239,9 @@ def test_a_newer_snapshot_asks_for_an_upgrade_even_where_the_opening_is_damaged(
                 steps=(StepSeries("e", "plugin", True, 0, column([1], "i8"), column([2], "f8")),),
             )
         ),
-        ENCODED[0].replace(b"<i8", b"|O8"),
-        ENCODED[0].replace(b"<i8", b"<i0"),
-        ENCODED[0].replace(b"<i8", b"<x8"),
+        ENCODED[1].replace(b"<i8", b"|O8"),
+        ENCODED[1].replace(b"<i8", b"<i0"),
+        ENCODED[1].replace(b"<i8", b"<x8"),
     ],
 )
 def test_chunks_that_are_sound_outside_and_rotten_inside_give_no_garbage(
