@@ -86,6 +86,9 @@ class Costs:
         self.peaks = peaks
         self.shape = shape
         self._spec = spec
+        self._reachable = gpu.reachable_bandwidth_ratio
+        if spec.memory_efficiency > self._reachable:
+            raise ScenarioError(f"{spec.name}: kernels cannot beat the bandwidth that is reachable")
         self.memory_used_bytes = _memory(spec, shape)
         if self.memory_used_bytes > gpu.memory_total_bytes:
             raise ScenarioError(
@@ -132,9 +135,8 @@ class Costs:
             read_bytes += self._head_bytes
         write_bytes = load.tokens * self._kv_write_bytes
         sheet_ns = (read_bytes + write_bytes) * self._per_byte_ns
-        memory_ns = sheet_ns / spec.memory_efficiency
 
-        kernels_ns = max(pipe_ns / spec.compute_efficiency, memory_ns) * slower
+        kernels_ns = max(pipe_ns / spec.compute_efficiency, sheet_ns / spec.memory_efficiency) * slower
         payload = load.tokens * self._payload_per_token + load.logit_rows * self._payload_per_row
         link_ns = self._messages * spec.collective_latency_ns + payload / spec.link_bytes_per_s * 1e9
         duration_ns = math.ceil(kernels_ns + link_ns + spec.launch_ns)
@@ -149,7 +151,7 @@ class Costs:
             read_bytes=read_bytes,
             write_bytes=write_bytes,
             power_share=min(1.0, share),
-            causes_ns=split(duration_ns, useful_ns, pipe_ns, memory_ns, link_ns),
+            causes_ns=split(duration_ns, useful_ns, pipe_ns, sheet_ns / self._reachable, link_ns),
         )
 
     def _ask(
@@ -176,8 +178,8 @@ def split(
     """Split a step over STEP_CAUSES in whole nanoseconds, by the rules of the ledger.
 
     The pipe's time is useful or padding (recompute included); of the rest, what the memory still needs
-    while the pipe stands is memory-bound, then come the collectives, and what remains is latency: launches
-    and, in a compute-bound step, that kernels do not reach the peak.
+    at its reachable rate while the pipe stands is memory-bound, then come the collectives, and what remains
+    is latency: launches, and that kernels reach neither the pipe's peak nor the memory's.
     """
     busy = min(round(pipe_ns), duration_ns)
     useful = min(round(useful_ns), busy)

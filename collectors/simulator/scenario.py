@@ -132,6 +132,8 @@ class GpuSpec:
     """With weights loaded and nothing to do: 0.18 of the limit, as measured on H100."""
     sm_clock_max_hz: int = 1_980_000_000
     memory_clock_hz: int = 2_619_000_000
+    reachable_bandwidth_ratio: float = 0.93
+    """Of the sheet's bandwidth, what the best copy reaches: time that DRAM needs is counted at this rate."""
 
 
 @dataclass(frozen=True)
