@@ -74,7 +74,8 @@ class OtlpExporter:
     OTEL_METRIC_EXPORT_INTERVAL, and without either it is 10 s.
 
     Raises:
-        OtlpConfigError: the endpoint is no URL, or the protocol is not supported here.
+        OtlpConfigError: the endpoint is no URL, the protocol is not supported here, or the SDK refuses a
+            variable.
     """
 
     name = "otlp"
@@ -88,7 +89,10 @@ class OtlpExporter:
         from gpuidle.exporters.otlp_series import Temporality
 
         self._make = _exporter_factory(endpoint)
-        self._exporter = self._make(None)
+        try:
+            self._exporter = self._make(None)
+        except ValueError as error:  # older SDKs parse their variables strictly
+            raise OtlpConfigError(f"a variable OTEL_EXPORTER_OTLP_* cannot be used: {error}") from error
         self._meter = SelfMeter(telemetry)
         preference = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "")
         self._temporality = Temporality(preference.strip().lower() == "delta", self._meter.started_ns)

@@ -217,7 +217,7 @@ def test_an_endpoint_is_a_base_url_or_names_the_metrics_itself(endpoint: str, ex
 def test_refused_exports_are_said_once_without_the_sdks_own_lines(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     url = refusing_url().replace("http://", "http://user:secret@")
     outcomes = []
     note = otlp._Complaints.note
