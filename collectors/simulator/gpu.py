@@ -54,9 +54,12 @@ class Timeline:
         """Of the steps that were forgotten."""
         self._knots: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self._sums: Floats = np.zeros((1, len(self._base)))
+        self._asked: dict[bytes, Integrals] = {}
+        """Answers of this tick: the ranks of one engine ask the same."""
 
     def advance(self, steps: Sequence[Step], pending: Step | None, until_ns: int) -> None:
         """Take the steps that ended by `until_ns`, and the one that is under way."""
+        self._asked.clear()
         self._steps.extend(steps)
         oldest_ns = until_ns - self._keep_ns
         gone = 0
@@ -77,7 +80,12 @@ class Timeline:
         """Return the integrals at these moments, which lie within the history."""
         if not len(self._knots):
             return Integrals(*(np.full(len(moments), value) for value in self._base))
-        return Integrals(*(np.interp(moments, self._knots, sums) for sums in self._sums.T))
+        key = moments.tobytes()
+        known = self._asked.get(key)
+        if known is None:
+            known = Integrals(*(np.interp(moments, self._knots, sums) for sums in self._sums.T))
+            self._asked[key] = known
+        return known
 
 
 def _amounts(steps: Sequence[Step]) -> Floats:
