@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from gpuidle.agent.model import Phase
 
+from .layout import clean
+
 GREEN = "#009e73"
 ORANGE = "#e69f00"
 SKY = "#56b4e9"
@@ -71,7 +73,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def cause_look(cause: str) -> Look:
     """Return the look of a cause; of one that a newer agent named, its name."""
-    return CAUSES.get(cause) or Look(cause.replace("_", " "), "+", GREY)
+    return CAUSES.get(cause) or Look(clean(cause).replace("_", " "), "+", GREY)
 
 
 def ordered(causes: dict[str, int]) -> list[str]:
