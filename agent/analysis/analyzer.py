@@ -24,6 +24,9 @@ from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture, shape_
 FORGET_NS = 600 * 10**9
 """A device or engine that has not been seen for ten minutes is gone; its totals begin anew if it returns."""
 
+MISSING_NS = 30 * 10**9
+"""How long an engine that gives no reading is still taken to hold its devices."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the analysis is told by configuration."""
@@ -136,21 +139,27 @@ class Analyzer:
         problems: list[Problem] = []
         span = (window.start_ns, window.end_ns)
         gpus = window.gpus or {}
-        held = holders(list(gpus.values()), list(window.engines.values()))
+        # Engines that were found only after the window, or that gave no reading in it, held their devices
+        # all the same: a device is not foreign because its engine was slow to answer.
+        engines = {
+            key: window.engines.get(key) or msgspec.structs.replace(track.reading, counters=None)
+            for key, track in self._engines.items()
+            if key in window.engines or abs(window.end_ns - track.last_seen_ns) < MISSING_NS
+        }
+        held = holders(list(gpus.values()), list(engines.values()))
         seen = {
             hw_id: activity(list(track.counters), gpus.get(hw_id), *span, window.observed_ns)
             for hw_id, track in self._gpus.items()
         }
         done: dict[str, EngineWindow] = {}
-        for key in window.engines:
-            track = self._engines.get(key)
-            if track is not None:
-                active = [seen[hw_id].active_ns for hw_id in held.get(key, ()) if hw_id in seen]
-                shape = self._known_shape(window.engines[key])
-                done[key] = settle_engine(track, window, shape, mean_known(active))
+        for key, reading in engines.items():
+            active = [seen[hw_id].active_ns for hw_id in held[key] if hw_id in seen]
+            done[key] = settle_engine(
+                self._engines[key], reading, window, self._known_shape(reading), mean_known(active)
+            )
         for hw_id, gpu in self._gpus.items():
-            engines = [engine for key, engine in done.items() if hw_id in held.get(key, ())]
-            problems += settle_gpu(gpu, window, seen[hw_id], engines, self._settings.trailing_ns)
+            mine = [engine for key, engine in done.items() if hw_id in held[key]]
+            problems += settle_gpu(gpu, window, seen[hw_id], mine, self._settings.trailing_ns)
         for track in self._engines.values():
             # One settled window is kept: a prompt may reach back into it only while it is pending.
             while track.sums and track.sums[0].end_ns <= window.end_ns:

@@ -78,10 +78,13 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
 
 
 def settle_engine(
-    track: EngineTrack, window: Pending, shape: ModelShape | None, busy_ns: float | None
+    track: EngineTrack,
+    reading: EngineReading,
+    window: Pending,
+    shape: ModelShape | None,
+    busy_ns: float | None,
 ) -> EngineWindow:
     """Return what the engine did; `busy_ns` is the mean over its GPUs, None without counters."""
-    reading = window.engines[track.reading.engine_id]
     sums = sums_within(list(track.sums), window.start_ns, window.end_ns)
     steps = shares_from_steps(list(track.steps), window.start_ns, window.end_ns)
     window_ns = window.end_ns - window.start_ns
@@ -142,7 +145,7 @@ def _idle_because(engines: Sequence[EngineWindow]) -> IdleBecause:
     """Say why the device was inactive, as far as its engines tell."""
     if not engines:
         return "unattributed"
-    if any(e.reading.counters is None and e.reading.state != "asleep" for e in engines):
+    if any(e.sums is None and e.reading.counters is None for e in engines):
         return "unobserved"
     if any(e.sums is None for e in engines):
         return "unattributed"

@@ -135,6 +135,24 @@ def test_a_lost_gpu_is_unobserved_and_the_other_goes_on() -> None:
     assert second.busy is None or second.busy.window_ns <= 3 * SECOND
 
 
+def test_an_engine_that_misses_a_scrape_does_not_make_its_gpu_foreign() -> None:
+    def at(t: int) -> Snapshot:
+        row = counters(t, generated_tokens=100 * t, counted_steps=50 * t, requests_running=2)
+        found = (engine(t, row),) if t not in (0, 4, 5) else ()
+        return snapshot(t, gpus=(gpu(t, 0.9),), engines=found)
+
+    totals = feed([at(t) for t in range(12)])[-1].gpus[0].causes_total_ns
+    assert totals["foreign"] == 0
+    assert totals["unobserved"] == 0  # the sums of the next scrape span the missed ones
+    assert totals["unattributed"] > 7 * SECOND
+
+
+def test_a_process_that_no_engine_claims_is_foreign() -> None:
+    frames = feed([snapshot(t, gpus=(gpu(t, 0.9),)) for t in range(6)])
+    assert frames[-1].gpus[0].causes_ns["foreign"] == SECOND
+    assert "flops" not in frames[-1].gpus[0].idle
+
+
 def test_no_driver_is_not_no_gpu() -> None:
     assert not feed([snapshot(0, gpus=None)])[-1].gpu_source
     assert feed([snapshot(0, gpus=())])[-1].gpu_source

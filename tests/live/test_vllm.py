@@ -1,0 +1,296 @@
+"""The main job on the real thing: gpuidle attaches to a running vLLM and tells what it did.
+
+Needs the interpreter of an environment with vLLM (tests/live/requirements-vllm.txt) in GPUIDLE_LIVE_PYTHON.
+The engine is real and runs on the CPU; the GPU it seems to hold is the NVML double's. No cadence and no
+latency is asserted: on two cores the engine starves everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.doubles.nvml import Gpu, Process, Scenario, build, environment
+from tests.live.receiver import Receiver
+from tests.live.server import Ask, Server
+
+PYTHON = os.environ.get("GPUIDLE_LIVE_PYTHON", "")
+GPUIDLE = [sys.executable, "-m", "gpuidle"]
+SETTLED_S = 6
+"""The analysis settles windows two seconds late; twice that, and a tick."""
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="GPUIDLE_LIVE_PYTHON names no interpreter with vLLM")
+
+
+class Double:
+    """The GPU that the engine's worker holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "node.txt"
+        self.library = build()
+        self.pids: list[int] = []
+        self.set_busy(0)
+
+    def set_busy(self, percent: int) -> None:
+        held = tuple(Process(pid, 2 * 2**30) for pid in self.pids)
+        busy = Gpu(utilization_gpu_percent=percent, processes=held, memory_used_bytes=4 * 2**30)
+        Scenario(gpus=(busy, Gpu())).write(self.path)
+
+    def environment(self) -> dict[str, str]:
+        return environment(self.library, self.path)
+
+
+class Agent:
+    """`gpuidle run`, started after the engine and told nothing about it."""
+
+    def __init__(self, double: Double, receiver: Receiver, log: Path) -> None:
+        command = [
+            *GPUIDLE, "run", "--interval", "0.5", "--prometheus", "127.0.0.1:0",
+            "--otlp", receiver.url, "--otlp-interval", "0.5",
+        ]  # fmt: skip
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=double.environment(), stdout=output, stderr=subprocess.STDOUT
+            )
+        self.url = ""
+        for _ in range(200):
+            found = re.search(r"(http://127\.0\.0\.1:\d+/metrics)", log.read_text())
+            if found:
+                self.url = found[1]
+                break
+            time.sleep(0.1)
+        assert self.url, log.read_text()
+
+    def scrape(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        with urllib.request.urlopen(self.url, timeout=30) as answer:
+            text = answer.read().decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Sum of the series of a name whose labels include `labels`; None if there is none."""
+        found = [
+            value
+            for (metric, attributes), value in self.scrape().items()
+            if metric == name and labels.items() <= dict(attributes).items()
+        ]
+        return sum(found) if found else None
+
+    def tokens(self) -> tuple[float, float]:
+        name = "gpuidle_engine_tokens_total"
+        prefill = self.total(name, gpuidle_phase="prefill")
+        decode = self.total(name, gpuidle_phase="decode")
+        assert prefill is not None
+        assert decode is not None
+        return prefill, decode
+
+    def phases(self, hw_id: str) -> dict[str, float]:
+        return {
+            phase: self.total("gpuidle_phase_time_seconds_total", gpuidle_phase=phase, hw_id=hw_id) or 0.0
+            for phase in ("prefill", "decode", "mixed", "idle", "unknown")
+        }
+
+    def causes(self, hw_id: str) -> dict[str, float]:
+        return {
+            dict(labels)["gpuidle_cause"]: value
+            for (name, labels), value in self.scrape().items()
+            if name == "gpuidle_compute_time_seconds_total" and dict(labels)["hw_id"] == hw_id
+        }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(PYTHON, tmp_path_factory.mktemp("vllm") / "server.log")
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def double(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Double:
+    double = Double(tmp_path_factory.mktemp("double"))
+    double.pids = server.worker_pids()[-1:]
+    assert double.pids, "vLLM has no worker process"
+    double.set_busy(0)
+    return double
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def agent(double: Double, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    agent = Agent(double, receiver, tmp_path_factory.mktemp("agent") / "agent.log")
+    for _ in range(120):
+        if agent.total("gpuidle_engine_tokens_total") is not None:
+            break
+        time.sleep(0.5)
+    else:
+        raise AssertionError(f"the engine was not found:\n{agent.log.read_text()}")
+    yield agent
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(10) == 0, agent.log.read_text()
+
+
+HW_ID = "GPU-00000000-0000-4000-8000-000000000000"
+OTHER = "GPU-00000000-0000-4000-8000-000000000001"
+
+
+def load(
+    server: Server, double: Double, agent: Agent, asks: list[Ask], concurrency: int
+) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
+    """Run a load with the GPU shown busy meanwhile; return the changes of phases, causes and tokens."""
+    time.sleep(SETTLED_S)
+    phases, causes, tokens = agent.phases(HW_ID), agent.causes(HW_ID), agent.tokens()
+    double.set_busy(100)
+    time.sleep(1)
+    server.client.complete_all(asks, concurrency)
+    double.set_busy(0)
+    time.sleep(SETTLED_S)
+    after = agent.tokens()
+    return (
+        {phase: value - phases[phase] for phase, value in agent.phases(HW_ID).items()},
+        {cause: value - causes[cause] for cause, value in agent.causes(HW_ID).items()},
+        (after[0] - tokens[0], after[1] - tokens[1]),
+    )
+
+
+def expected(asks: list[Ask]) -> tuple[float, float]:
+    """Prompt tokens are prefill; the first token of a request comes from its prefill, the rest is decode."""
+    return sum(a.prompt_tokens for a in asks), sum(a.output_tokens - 1 for a in asks)
+
+
+def test_it_finds_the_engine_by_itself(agent: Agent, server: Server) -> None:
+    info = [dict(labels) for (name, labels), _ in agent.scrape().items() if name == "gpuidle_gpu_engine_info"]
+    mine = [labels for labels in info if labels["hw_id"] == HW_ID]
+    assert len(mine) == 1
+    assert mine[0]["gpuidle_model"] == "tiny"
+    assert "vllm" in mine[0]["gpuidle_engine_id"]
+    assert str(server.port) not in mine[0]["gpuidle_engine_id"]
+
+
+def test_long_outputs_are_decode(server: Server, double: Double, agent: Agent, receiver: Receiver) -> None:
+    asks = [Ask(8, 1200)] * 8
+    phases, causes, tokens = load(server, double, agent, asks, concurrency=8)
+    print("decode load", phases, causes, tokens)
+    assert tokens == expected(asks)
+    assert phases["decode"] == max(phases[p] for p in ("prefill", "decode", "mixed"))
+    assert phases["decode"] > 0.75 * (phases["prefill"] + phases["decode"] + phases["mixed"])
+    assert causes["no_request"] < 0.5 * sum(causes.values()) + 2 * SETTLED_S
+    prefill, decode = agent.tokens()
+    for _ in range(40):
+        same = (
+            receiver.total("gpuidle.engine.tokens", gpuidle__phase="prefill") == prefill
+            and receiver.total("gpuidle.engine.tokens", gpuidle__phase="decode") == decode
+        )
+        if same:
+            break
+        time.sleep(0.25)
+    assert same, "OTLP and Prometheus tell different token sums"
+
+
+def test_long_prompts_are_prefill(server: Server, double: Double, agent: Agent) -> None:
+    asks = [Ask(1900, 2)] * 30
+    phases, _, tokens = load(server, double, agent, asks, concurrency=1)
+    print("prefill load", phases, tokens)
+    assert tokens == expected(asks)
+    assert phases["prefill"] == max(phases[p] for p in ("prefill", "decode", "mixed", "unknown"))
+    assert phases["prefill"] > 0.6 * (phases["prefill"] + phases["decode"] + phases["mixed"])
+
+
+def test_both_at_once_are_mixed(server: Server, double: Double, agent: Agent) -> None:
+    asks = [Ask(8, 1500)] * 6 + [Ask(1900, 2)] * 40
+    phases, _, tokens = load(server, double, agent, asks, concurrency=10)
+    print("mixed load", phases, tokens)
+    assert tokens == expected(asks)
+    assert phases["mixed"] == max(phases[p] for p in ("prefill", "mixed", "unknown"))
+    assert phases["mixed"] > 0
+
+
+def test_nothing_is_idle_and_not_asked_for(agent: Agent, double: Double) -> None:
+    time.sleep(SETTLED_S)
+    phases, causes, other = agent.phases(HW_ID), agent.causes(HW_ID), agent.causes(OTHER)
+    time.sleep(SETTLED_S)
+    idle = {phase: value - phases[phase] for phase, value in agent.phases(HW_ID).items()}
+    why = {cause: value - causes[cause] for cause, value in agent.causes(HW_ID).items()}
+    empty = {cause: value - other[cause] for cause, value in agent.causes(OTHER).items()}
+    print("no load", idle, why, empty)
+    assert idle["idle"] == pytest.approx(sum(idle.values()), abs=0.01)
+    assert why["no_request"] == pytest.approx(sum(why.values()), abs=0.01)
+    assert empty["unallocated"] == pytest.approx(sum(empty.values()), abs=0.01)
+    assert sum(why.values()) > 1
+
+
+def test_prometheus_and_otlp_tell_the_same_ledger(agent: Agent, receiver: Receiver) -> None:
+    time.sleep(SETTLED_S)
+    scraped = agent.causes(HW_ID)
+    for cause in ("useful", "no_request", "unattributed"):
+        sent = receiver.total("gpuidle.compute.time", hw__id=HW_ID, gpuidle__cause=cause)
+        assert sent == pytest.approx(scraped[cause], abs=2.5), cause
+
+
+def test_watch_once_shows_a_decode(server: Server, double: Double) -> None:
+    double.set_busy(100)
+    client = subprocess.Popen(
+        [sys.executable, "-m", "tests.live.server", str(server.port), "8", "1900", "24", "4"],
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        time.sleep(2)
+        frame = json.loads(
+            subprocess.run(
+                [*GPUIDLE, "watch", "--once", "--json"],
+                env=double.environment(), check=True, capture_output=True, timeout=120,
+            ).stdout
+        )  # fmt: skip
+        text = subprocess.run(
+            [*GPUIDLE, "watch", "--once"],
+            env=double.environment(), check=True, capture_output=True, timeout=120, text=True,
+        ).stdout  # fmt: skip
+    finally:
+        client.terminate()
+        client.wait(60)
+        double.set_busy(0)
+    print(text)
+    engine = frame["engines"][0]
+    assert engine["model"] == "tiny"
+    assert engine["decode_tokens_total"] > 0
+    assert engine["phases"]["decode_ns"] > 0
+    gpu = next(gpu for gpu in frame["gpus"] if gpu["hw_id"] == HW_ID)
+    assert gpu["engine_ids"] == [engine["engine_id"]]
+    assert 0.9 < gpu["idle"]["flops"]["value"] <= 1
+    assert "tiny" in text
+    assert "decode" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_an_engine_that_is_killed_ends_its_series_and_the_agent_goes_on(server: Server, agent: Agent) -> None:
+    server.stop()
+    for _ in range(60):
+        if agent.total("gpuidle_engine_tokens_total") is None:
+            break
+        time.sleep(0.5)
+    else:
+        raise AssertionError("the dead engine's series are still there")
+    assert agent.process.poll() is None
+    assert agent.total("gpuidle_compute_time_seconds_total") is not None
