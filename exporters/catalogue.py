@@ -346,6 +346,14 @@ FRAME_METRICS: tuple[Metric[Frame], ...] = (
         (),
         lambda frame: (Point((), frame.missed_ticks_total),),
     ),
+    Metric(
+        "gpuidle.agent.simulated",
+        "",
+        "gauge",
+        "1 if the node exists only in the simulator, else 0.",
+        (),
+        lambda frame: (Point((), int(frame.node.simulated)),),
+    ),
 )
 
 AGENT_METRICS: tuple[Metric[AgentReading], ...] = (

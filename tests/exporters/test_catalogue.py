@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.exporters.frames import AGENT, engine, figure, frame, gpu
 
-from gpuidle.agent.model import CAUSES, PHASES, RUNGS, EngineFrame, Frame, GpuFrame
+from gpuidle.agent.model import CAUSES, PHASES, RUNGS, EngineFrame, Frame, GpuFrame, Node
 from gpuidle.exporters.catalogue import CATALOGUE, agent_points, points
 from gpuidle.exporters.feeds import Attributes, Number
 
@@ -196,3 +196,9 @@ def test_outlets_are_told_by_result() -> None:
         "dropped": 2,
         "failed": 1,
     }
+
+
+def test_a_simulated_node_says_so() -> None:
+    simulated = msgspec.structs.replace(frame(), node=Node(hostname="demo", simulated=True))
+    assert values(frame())["gpuidle.agent.simulated"] == {(): 0}
+    assert values(simulated)["gpuidle.agent.simulated"] == {(): 1}
