@@ -248,7 +248,7 @@ FRAME_METRICS: tuple[Metric[Frame], ...] = (
         price,
     ),
     Metric(
-        "gpuidle.counter.source",
+        "gpuidle.evidence.source",
         "",
         "gauge",
         "1 for the rung that served the GPU's last window, 0 for the others.",

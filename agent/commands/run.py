@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,27 +97,23 @@ def command(
 def _exporters(
     status: Status, prometheus: str, otlp: str | None, otlp_interval: float | None
 ) -> list[Exporter]:
+    from gpuidle.exporters.otlp import OtlpConfigError, OtlpExporter
+    from gpuidle.exporters.prometheus import ListenError, PrometheusExporter
+    from gpuidle.exporters.table import EXPORTERS, ExporterOptions
+
+    options = ExporterOptions(None if prometheus == "none" else prometheus, otlp, otlp_interval)
     exporters: list[Exporter] = []
-    if prometheus != "none":
-        from gpuidle.exporters.prometheus import ListenError, PrometheusExporter
-
-        try:
-            endpoint = PrometheusExporter(prometheus, telemetry=status)
-        except ListenError as error:
-            raise click.UsageError(f"--prometheus: {error}") from error
-        log.info("Prometheus endpoint at http://%s/metrics", endpoint.address)
-        exporters.append(endpoint)
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
-    if otlp is not None or any(os.environ.get(name) for name in names):
-        from gpuidle.exporters.otlp import OtlpConfigError, OtlpExporter, allowed
-
-        if not allowed():
-            log.info("OTLP is switched off by OTEL_SDK_DISABLED or OTEL_METRICS_EXPORTER")
-        else:
-            try:
-                exporters.append(OtlpExporter(otlp, otlp_interval, telemetry=status))
-            except OtlpConfigError as error:
-                raise click.UsageError(f"--otlp: {error}") from error
+    try:
+        exporters += [made for row in EXPORTERS if (made := row.make(options, status)) is not None]
+    except ListenError as error:
+        raise click.UsageError(f"--prometheus: {error}") from error
+    except OtlpConfigError as error:
+        raise click.UsageError(f"--otlp: {error}") from error
+    for exporter in exporters:
+        if isinstance(exporter, PrometheusExporter):
+            log.info("Prometheus endpoint at http://%s/metrics", exporter.address)
+    if otlp is not None and not any(isinstance(exporter, OtlpExporter) for exporter in exporters):
+        log.warning("OTLP is switched off by OTEL_SDK_DISABLED or OTEL_METRICS_EXPORTER")
     if not exporters:
         raise click.UsageError("nothing to export to: give --otlp, or leave --prometheus on")
     return exporters

@@ -67,7 +67,7 @@ def test_every_cause_phase_and_rung_is_always_there_and_the_ledger_sums() -> Non
     assert tuple(causes) == CAUSES
     assert sum(causes.values()) == causes["useful"] == 7.0
     assert {dict(a)["gpuidle.phase"] for a in found["gpuidle.phase.time"]} == set(PHASES)
-    rungs = {dict(a)["gpuidle.rung"]: value for a, value in found["gpuidle.counter.source"].items()}
+    rungs = {dict(a)["gpuidle.rung"]: value for a, value in found["gpuidle.evidence.source"].items()}
     assert rungs == {rung: int(rung == "nvml_gpm") for rung in RUNGS}
 
 
@@ -96,7 +96,7 @@ def test_what_is_unknown_gives_no_point() -> None:
     assert {name for name in found if not name.startswith("gpuidle.agent.")} == {
         "gpuidle.compute.time",
         "gpuidle.phase.time",
-        "gpuidle.counter.source",
+        "gpuidle.evidence.source",
         "gpuidle.gpu.engine.info",
     }
 

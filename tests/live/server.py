@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,25 @@ class Client:
             answer = json.loads(connection.getresponse().read())
         tokens: int = answer["usage"]["completion_tokens"]
         return tokens
+
+    def complete_beside(self, asks: Sequence[Ask], other: Ask, concurrency: int) -> list[Ask]:
+        """Complete `asks` at once, with `other` again and again beside them; return all that was asked."""
+        done = threading.Event()
+
+        def again() -> int:
+            count = 0
+            while not done.is_set():
+                assert self.complete(other) == other.output_tokens
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(concurrency) as beside:
+            counts = [beside.submit(again) for _ in range(concurrency)]
+            try:
+                self.complete_all(asks, len(asks))
+            finally:
+                done.set()
+        return [*asks, *([other] * sum(count.result() for count in counts))]
 
     def complete_all(self, asks: Sequence[Ask], concurrency: int) -> None:
         with ThreadPoolExecutor(concurrency) as pool:
