@@ -35,7 +35,21 @@ from .layout import (
     span,
     text_width,
 )
-from .numbers import DASH, count, duration, figure, figure_percent, gib, mhz, money, of, percent, share, whole
+from .numbers import (
+    DASH,
+    about,
+    count,
+    duration,
+    figure,
+    figure_percent,
+    gib,
+    mhz,
+    money,
+    of,
+    percent,
+    share,
+    whole,
+)
 from .options import ScreenOptions
 from .palette import CAUSES, GREY, QUIET, STRONG, ordered
 
@@ -265,9 +279,7 @@ def _row(history: Sequence[Frame], gpu: GpuFrame, options: ScreenOptions, width:
     vitals, bar_width, phases_width = _columns(width)
     busy = figure(gpu.busy)
     _, idle = headline(gpu)
-    mark_of = lambda f: "~" if f is not None and f.evidence == "estimated" else ""  # noqa: E731
-    busy_text = mark_of(busy) + share(busy.value if busy else None)
-    idle_text = mark_of(idle) + share(idle.value if idle else None)
+    busy_text, idle_text = _bare_share(busy), _bare_share(idle)
     line: Line = (
         (f"{gpu.index:<4}", STRONG),
         (f"{busy_text:>7}", ""),
@@ -284,3 +296,8 @@ def _row(history: Sequence[Frame], gpu: GpuFrame, options: ScreenOptions, width:
     if phases_width:
         line = (*line, (" ", ""), *phase_strip(trail(history, gpu.hw_id, phases_width), phases_width))
     return crop(line, width)
+
+
+def _bare_share(value: Figure | None) -> str:
+    """Return a figure in per cent without its sign, for a column that names the unit."""
+    return DASH if value is None else about(value.evidence) + share(value.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import select
 import sys
 import threading
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 SHORTEST_REDRAW_S = 0.25
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.)?")
+"""Arrows and function keys: none of ours."""
 
 
 class TerminalExporter:
@@ -45,7 +48,7 @@ class TerminalExporter:
         output: IO[str] | None = None,
         keyboard: int | None = None,
     ) -> None:
-        """Make a screen on `output` (standard output) with keys from descriptor `keyboard` (no keys)."""
+        """Make a screen on the terminal `output` (standard output); keys come from descriptor `keyboard`."""
         self._output = sys.stdout if output is None else output
         self._console = make_console(self._output)
         self._keys = KeyReader(keyboard)
@@ -147,13 +150,13 @@ class TerminalExporter:
                 self._on_quit()
 
     def _loop(self, live: Live, stop: threading.Event) -> None:
-        drawn: object = None
+        drawn: tuple[Frame | None, ScreenOptions, ConsoleDimensions] | None = None
         while not stop.is_set():
             with self._lock:
                 frames = tuple(self._history) if self._frozen is None else self._frozen
             size = self._console.size = self._size()
             state = (frames[-1] if frames else None, self._options, size)
-            if state != drawn:
+            if drawn is None or state[0] is not drawn[0] or state[1:] != drawn[1:]:
                 live.update(render(frames, self._options, size.width, size.height), refresh=True)
                 drawn = state
             pause = time.monotonic() + SHORTEST_REDRAW_S
@@ -167,13 +170,16 @@ class TerminalExporter:
                 stop.wait(max(0.0, pause - time.monotonic()))
 
     def _size(self) -> ConsoleDimensions:
-        """Return the size of the terminal that is drawn on, which need not be the one of standard input."""
+        """Return the size of the terminal that is drawn on, which need not be the one of standard input.
+
+        A terminal that has hung up has none. rich would draw nothing on it for ever, and say nothing.
+        """
         from rich.console import ConsoleDimensions
 
         try:
             size = os.get_terminal_size(self._output.fileno())
         except (OSError, ValueError):
-            return self._console.size
+            raise OutputClosedError from None
         return ConsoleDimensions(size.columns or 80, size.lines or 24)
 
     def _wait(self, timeout_s: float) -> bool:
@@ -194,9 +200,7 @@ class TerminalExporter:
 
     def _press_all(self, keys: str) -> bool:
         """Act on keys; return whether one of them asks to leave."""
-        if keys.startswith("\x1b"):  # an arrow or a function key: none of ours
-            return False
-        for key in keys:
+        for key in _ESCAPE.sub("", keys):
             if key in "qQ":
                 return True
             self._press(key)

@@ -73,6 +73,7 @@ def _replay(frame: Frame, replay: Replay) -> str:
 
 def footer(options: ScreenOptions, width: int) -> Line:
     """Return the keys."""
+    keys: tuple[tuple[str, str], ...]
     if options.view == "problems":
         keys = (("p", "back"), ("j k", "scroll"), ("q", "quit"))
     elif options.view == "help":

@@ -68,9 +68,11 @@ def uuid(index: int) -> str:
 
 def gpu(index: int = 0, phase: str = "decode", windows: dict[str, int] | None = None) -> GpuFrame:
     """A healthy H100 whose newest window is of `phase`, after `windows` of each phase."""
-    causes = dict.fromkeys(CAUSES, 0) | {c: n * SECOND // 1000 for c, n in _CAUSES_OF[phase].items()}
-    totals = dict.fromkeys(CAUSES, 0)
-    phase_totals = dict.fromkeys(PHASES, 0)
+    causes: dict[str, int] = dict.fromkeys(CAUSES, 0) | {
+        c: n * SECOND // 1000 for c, n in _CAUSES_OF[phase].items()
+    }
+    totals: dict[str, int] = dict.fromkeys(CAUSES, 0)
+    phase_totals: dict[str, int] = dict.fromkeys(PHASES, 0)
     for name, number in (windows or {phase: 1}).items():
         for cause, thousandths in _CAUSES_OF[name].items():
             totals[cause] += number * thousandths * SECOND // 1000
