@@ -78,7 +78,8 @@ def windowed_pairs(new_tokens: Number, context_before: Number, window: int) -> C
 
     def up_to(position: NDArray[np.float64]) -> NDArray[np.float64]:
         inside = np.minimum(position, window)
-        return inside * (inside + 1) / 2 + np.maximum(position - window, 0) * window
+        seen: NDArray[np.float64] = inside * (inside + 1) / 2 + np.maximum(position - window, 0) * window
+        return seen
 
     return _column(up_to(end) - up_to(before))
 
@@ -135,8 +136,8 @@ def work(
             min(kv_read_tokens, tokens x window), exact for decode under the same condition.
         decode_pairs: The part of `attention_pairs` computed against MLA's compressed cache. None: all where
             each row is a decode row (tokens = logit_rows), else none, which is the lower bound.
-        rejected_rows: Rows of `tokens` whose results were thrown away (rejected drafts, recompute).
-            Drafts pass lm_head too, so they count in `logit_rows` as well.
+        rejected_rows: Rows of `tokens`, and of `logit_rows`, whose results were thrown away (rejected
+            drafts).
         rejected_pairs: Their part of `attention_pairs`.
         expanded_tokens: Cached tokens that MLA's chunked prefill expanded again: executed, not useful.
 
@@ -188,7 +189,7 @@ def work(
             expanding = scale * 2.0 * a.latent_dim * width * _float(expanded_tokens)
         _add(executed, "bf16", flops + expanding)
         _add(useful, "bf16", flops - thrown)
-        held = 1.0 if a.latent_dim is not None else -(-a.kv_heads // tp) / a.kv_heads
+        held = kv_held_share(shape, tp)
         kv = kv + (read_here + t) * (a.layers * a.kv_elements_per_token * b * held / pp)
 
     messages, payload = _collectives(shape, tp, pp, data_parallel if expert_parallel else 1, t, rows, count)
@@ -202,6 +203,34 @@ def work(
         collectives=_column(messages),
         collective_bytes=_column(payload),
     )
+
+
+def weights_held_bytes(
+    shape: ModelShape,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: bool = False,
+    data_parallel: int = 1,
+) -> float:
+    """Return the bytes of weights that one GPU holds, tables and vectors included, the mean over stages."""
+    tp = tensor_parallel
+    ranks = tp * data_parallel if expert_parallel else tp
+    total = shape.vector_parameters * shape.activation_bytes
+    total += shape.embedding_parameters * shape.activation_bytes / tp
+    for m in shape.matmuls:
+        if shape.tied and m.part == "lm_head":
+            continue
+        share = 1 / ranks if m.part == "expert" else _share(m, shape, tp)
+        total += m.parameters * m.format.bits / 8 * share
+    return total / pipeline_parallel
+
+
+def kv_held_share(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Return the part of the KV cache that one rank holds: heads are copied once ranks outnumber them."""
+    if shape.latent:
+        return 1.0
+    return -(-shape.kv_heads // tensor_parallel) / shape.kv_heads
 
 
 def _share(m: Matmul, shape: ModelShape, tp: int) -> float:

@@ -119,7 +119,7 @@ def build(config: Any, *, device: str) -> Any:
 
 
 def counted(model: Any, *inputs: Any, **kwargs: Any) -> int:
-    """Count one forward pass, less the rotary table: positions times frequencies is no matrix of the model."""
+    """Count one forward pass, less the rotary table: positions times frequencies is no matrix of it."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*inputs, **kwargs)
     rotary = sum(

@@ -20,7 +20,7 @@ LLAMA_2_70B = {
 }
 
 
-def test_llama_2_70b_decode_on_an_h100_is_bound_by_memory_at_24_tokens_a_second():
+def test_llama_2_70b_decode_on_an_h100_is_bound_by_memory_at_24_tokens_a_second() -> None:
     shape = shape_from_config(LLAMA_2_70B)
     peaks = find_peaks("NVIDIA H100 80GB HBM3", 81559 * 2**20)
     assert peaks is not None
@@ -32,7 +32,7 @@ def test_llama_2_70b_decode_on_an_h100_is_bound_by_memory_at_24_tokens_a_second(
     assert compute_time_s(step, peaks) / bound.seconds == pytest.approx(0.00339, abs=1e-5)
 
 
-def test_results_are_linear_so_a_window_is_one_row():
+def test_results_are_linear_so_a_window_is_one_row() -> None:
     shape = shape_from_config(LLAMA_2_70B)
     rng = np.random.default_rng(1)
     tokens, before = rng.integers(1, 500, 40), rng.integers(0, 4000, 40)
