@@ -79,7 +79,7 @@ class Analyzer:
         self._forget(now_ns)
         if before is not None:
             self._pending.append(_pending(before, snapshot))
-        while self._pending and now_ns - self._pending[0].end_ns >= self._settings.settle_ns:
+        while self._pending and self._ready(self._pending[0], now_ns):
             problems += self._settle(self._pending.popleft())
         self._before = snapshot
         self._missed += snapshot.missed_ticks
@@ -134,6 +134,18 @@ class Analyzer:
     def _known_shape(self, reading: EngineReading) -> ModelShape | None:
         shape = self._shapes.get(reading.model_text or "")
         return shape if isinstance(shape, ModelShape) else None
+
+    def _ready(self, window: Pending, now_ns: int) -> bool:
+        """Whether a window has waited long enough; up to three times that for an engine slow to answer."""
+        age_ns = now_ns - window.end_ns
+        if age_ns < self._settings.settle_ns:
+            return False
+        covered_ns = window.end_ns - (window.end_ns - window.start_ns) // 3
+        return age_ns >= 3 * self._settings.settle_ns or all(
+            track.counted is None or max(r.read_ns for r in track.counted.counters or ()) >= covered_ns
+            for key in window.engines
+            if (track := self._engines.get(key)) is not None
+        )
 
     def _settle(self, window: Pending) -> list[Problem]:
         problems: list[Problem] = []

@@ -130,7 +130,7 @@ class Card:
         memory_used_bytes: int,
         seed: int,
     ) -> None:
-        self.hw_id = f"GPU-{seed & 0xFFFFFFFF:08x}-0000-4000-8000-{index:012x}"
+        self.hw_id = f"GPU-{(0x51D10000 + 256 * seed + index) & 0xFFFFFFFF:08x}-0000-4000-8000-{index:012x}"
         self._index = index
         self._spec = spec
         self._peaks = peaks
