@@ -112,6 +112,9 @@ class _Wire:
         self.sock.sendall(data)
 
     def close(self) -> None:
+        """Do nothing: http.client hangs up on some answers before it has read them."""
+
+    def hang_up(self) -> None:
         self.sock.close()
 
     def is_quiet(self) -> bool:
@@ -160,35 +163,21 @@ class HttpClient:
         """
         limit = self._max_bytes if max_bytes is None else max_bytes
         deadline = time.monotonic() + self._timeout_s
-        reused = self._wire is not None
-        try:
-            return self._exchange(target, limit, deadline)
-        except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
-            stale = reused and not self._answer_began()
-            self.close()
-            if not stale:
-                raise self._explain(error) from error
-        except HttpError as error:
-            self.close()
-            if error.status is None:
-                raise HttpError(error.kind, f"{self.base_url}: {error}") from error
-            raise
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.close()
-            raise self._explain(error) from error
-        try:
-            return self._exchange(target, limit, deadline)
-        except HttpError:
-            self.close()
-            raise
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.close()
-            raise self._explain(error) from error
+        while True:
+            reused = self._wire is not None
+            try:
+                return self._exchange(target, limit, deadline)
+            except (OSError, http.client.HTTPException, ValueError, HttpError) as error:
+                # A kept link that breaks before a byte came was closed while it was idle.
+                stale = reused and isinstance(error, ConnectionError) and not self._answer_began()
+                self.close()
+                if not stale:
+                    raise self._explain(error) from error
 
     def close(self) -> None:
         """Drop the connection; the next `get` opens another."""
         if self._wire is not None:
-            self._wire.close()
+            self._wire.hang_up()
             self._wire = None
 
     def _answer_began(self) -> bool:
@@ -222,7 +211,7 @@ class HttpClient:
         return Answer(body.decode("utf-8", "replace"), read_ns)
 
     def _check(self, response: http.client.HTTPResponse, target: str, limit: int) -> None:
-        where = f"{self.base_url}{target[:_QUOTE_LENGTH]}"
+        where = target[:_QUOTE_LENGTH]
         if 300 <= response.status < 400:
             place = response.headers.get("Location", "")[:_QUOTE_LENGTH]
             raise HttpError("redirect", f"{where} redirects to {place!r}", response.status)
@@ -263,6 +252,8 @@ class HttpClient:
 
     def _explain(self, error: Exception) -> HttpError:
         where = self.base_url
+        if isinstance(error, HttpError):
+            return HttpError(error.kind, f"{where}: {error}", error.status)
         if isinstance(error, TimeoutError):
             return HttpError("timeout", f"{where}: no whole answer within {self._timeout_s:g} s")
         if isinstance(error, ConnectionRefusedError):
