@@ -71,7 +71,7 @@ def mark(cause: str, options: ScreenOptions) -> Line:
 
 def phase_strip(trail: Sequence[GpuFrame | None], width: int) -> Line:
     """Return the phase of the last windows, one cell each, the newest on the right."""
-    shown = list(trail)[-width:] if width > 0 else []
+    shown = trail[-width:] if width > 0 else []
     line: list[tuple[str, str]] = [(" " * (width - len(shown)), "")] if width > len(shown) else []
     for gpu in shown:
         if gpu is None:
@@ -101,7 +101,7 @@ def used_sparks(trail: Sequence[GpuFrame | None], width: int) -> Line:
     Time that is `unattributed` or `unobserved` in full says nothing about the use: blank, not empty.
     """
     text = ""
-    for gpu in list(trail)[-width:] if width > 0 else []:
+    for gpu in trail[-width:] if width > 0 else []:
         known = 0
         if gpu is not None:
             known = gpu.window_ns - gpu.causes_ns.get("unattributed", 0) - gpu.causes_ns.get("unobserved", 0)

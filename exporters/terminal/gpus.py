@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from gpuidle.agent.model import Figure, Frame, GpuFrame
@@ -18,7 +18,7 @@ from .bars import (
     used_gauge,
     used_sparks,
 )
-from .history import ledger, trail
+from .history import Track
 from .layout import (
     EMPTY,
     Line,
@@ -66,24 +66,42 @@ _PHASES_IN_TABLE = 12
 
 
 def gpu_section(
-    history: Sequence[Frame], options: ScreenOptions, width: int, detail: Detail, room: int | None = None
+    frame: Frame,
+    seen: Mapping[str, Track],
+    options: ScreenOptions,
+    width: int,
+    detail: Detail,
+    room: int | None = None,
 ) -> list[Line]:
     """Return all devices of the newest frame at one level of detail.
 
-    `room` bounds the lines of the table (detail "line") alone: what is left out is counted.
+    `seen` has the track of each. `room` bounds the lines of the table (detail "line") alone: what is left
+    out is counted.
     """
-    gpus = history[-1].gpus
+    gpus = frame.gpus
     if not gpus:
         return []
     if detail == "line":
-        return _table(history, gpus, options, width, room)
-    columns = max(1, min(len(gpus), (width + _GAP) // (_NARROWEST[detail] + _GAP)))
+        return _table(gpus, seen, options, width, room)
+    columns = _side_by_side(len(gpus), width, detail)
     each = (width - _GAP * (columns - 1)) // columns
     lines: list[Line] = []
     for start in range(0, len(gpus), columns):
-        cards = [_card(history, gpu, options, each, detail) for gpu in gpus[start : start + columns]]
+        cards = [_card(gpu, seen[gpu.hw_id], options, each, detail) for gpu in gpus[start : start + columns]]
         lines += beside(cards, each, _GAP)
     return lines
+
+
+def least_lines(gpus: int, width: int, detail: Detail) -> int:
+    """Return the lines that `gpus` devices take at least: what is too high is refused without a layout."""
+    if detail == "line":
+        return 0
+    least = {"tall": 6, "full": 5, "short": 3}[detail]  # before the first settled window
+    return -(-gpus // _side_by_side(gpus, width, detail)) * least
+
+
+def _side_by_side(gpus: int, width: int, detail: Detail) -> int:
+    return max(1, min(gpus, (width + _GAP) // (_NARROWEST[detail] + _GAP)))
 
 
 def short_id(hw_id: str) -> str:
@@ -100,18 +118,16 @@ def headline(gpu: GpuFrame) -> tuple[str, Figure | None]:
     return "", None
 
 
-def _card(
-    history: Sequence[Frame], gpu: GpuFrame, options: ScreenOptions, width: int, detail: Detail
-) -> list[Line]:
+def _card(gpu: GpuFrame, track: Track, options: ScreenOptions, width: int, detail: Detail) -> list[Line]:
     lines = [_title(gpu, width, detail), _message(gpu, width)]
     if detail != "short":
         lines += _ratios(gpu, width, detail)
         lines += flow(_vitals(gpu, detail), width, label=span("device", QUIET), indent=_LABEL)
-    summed = ledger(history, gpu.hw_id)
+    summed = track.ledger
     if summed is None:
         return [*lines, labelled("ledger", span("no settled window yet", QUIET), _LABEL)]
     bar_width = width - _LABEL
-    steps = trail(history, gpu.hw_id, bar_width)
+    steps = track.steps
     over = span(f"% of {duration(summed.window_ns)}", QUIET)
     items = legend(summed, options)
     reclaimable = _reclaimable(gpu, summed.reclaimable_ns, summed.window_ns)
@@ -235,18 +251,18 @@ def _reclaimable(gpu: GpuFrame, reclaimable_ns: int | None, window_ns: int) -> l
 
 
 def _table(
-    history: Sequence[Frame],
     gpus: Sequence[GpuFrame],
+    seen: Mapping[str, Track],
     options: ScreenOptions,
     width: int,
     room: int | None,
 ) -> list[Line]:
     """Return one line a GPU under a heading, and the marks of the bars at the end."""
-    ledgers = [ledger(history, gpu.hw_id) for gpu in gpus]
-    seen = {cause for summed in ledgers if summed for cause in ordered(summed.causes_ns)}
-    marks = [mark(cause, options) for cause in [*CAUSES, *sorted(seen - set(CAUSES))] if cause in seen]
+    ledgers = [seen[gpu.hw_id].ledger for gpu in gpus]
+    causes = {cause for summed in ledgers if summed for cause in ordered(summed.causes_ns)}
+    marks = [mark(cause, options) for cause in [*CAUSES, *sorted(causes - set(CAUSES))] if cause in causes]
     key = flow(marks, width)
-    rows = [_row(history, gpu, options, width) for gpu in gpus]
+    rows = [_row(gpu, seen[gpu.hw_id], options, width) for gpu in gpus]
     lines = [_heading(width), *rows, *key]
     if room is None or len(lines) <= room:
         return lines
@@ -275,7 +291,7 @@ def _heading(width: int) -> Line:
     return crop(span(text, QUIET), width)
 
 
-def _row(history: Sequence[Frame], gpu: GpuFrame, options: ScreenOptions, width: int) -> Line:
+def _row(gpu: GpuFrame, track: Track, options: ScreenOptions, width: int) -> Line:
     vitals, bar_width, phases_width = _columns(width)
     busy = figure(gpu.busy)
     _, idle = headline(gpu)
@@ -289,12 +305,12 @@ def _row(history: Sequence[Frame], gpu: GpuFrame, options: ScreenOptions, width:
     if vitals:
         memory = f"{gib(gpu.memory_used_bytes)}"
         line = (*line, (f"{memory:>9}{whole(gpu.power_watts):>6}  ", ""))
-    summed = ledger(history, gpu.hw_id)
+    summed = track.ledger
     if summed is None:
         return crop((*line, (DASH, QUIET)), width)
     line = (*line, *pad(ledger_bar(summed, bar_width, options), bar_width))
     if phases_width:
-        line = (*line, (" ", ""), *phase_strip(trail(history, gpu.hw_id, phases_width), phases_width))
+        line = (*line, (" ", ""), *phase_strip(track.steps, phases_width))
     return crop(line, width)
 
 

@@ -27,30 +27,40 @@ class Ledger:
     """Over the same windows; None where it is not known over all of them."""
 
 
-def gpu_of(frame: Frame, hw_id: str) -> GpuFrame | None:
-    """Return the device of a frame, or None where the frame does not have it."""
-    return next((gpu for gpu in frame.gpus if gpu.hw_id == hw_id), None)
+@dataclass(frozen=True)
+class Track:
+    """One device over the frames kept."""
+
+    steps: tuple[GpuFrame | None, ...]
+    """By frame, oldest first; None where there is no settled window."""
+    ledger: Ledger | None
+    """None before the first settled window."""
 
 
-def trail(history: Sequence[Frame], hw_id: str, limit: int) -> list[GpuFrame | None]:
-    """Return the device in at most `limit` of the last frames; None where there is no settled window."""
-    found = [gpu_of(frame, hw_id) for frame in history[-limit:]] if limit > 0 else []
-    return [gpu if gpu and gpu.window_ns > 0 else None for gpu in found]
-
-
-def ledger(history: Sequence[Frame], hw_id: str) -> Ledger | None:
-    """Return the ledger of the last 60 s of `history`, from differences of the running totals.
-
-    None before the first settled window. With one frame, or where totals went backwards (a replay that
-    was wound back), it is the newest window alone.
-    """
-    newest = gpu_of(history[-1], hw_id) if history else None
-    if newest is None or newest.window_ns <= 0:
-        return None
+def tracks(history: Sequence[Frame]) -> dict[str, Track]:
+    """Return the devices of the newest frame by `hw_id`."""
+    if not history:
+        return {}
+    found: dict[str, list[GpuFrame | None]] = {gpu.hw_id: [None] * len(history) for gpu in history[-1].gpus}
+    for position, frame in enumerate(history):
+        for gpu in frame.gpus:
+            if gpu.window_ns > 0 and gpu.hw_id in found:
+                found[gpu.hw_id][position] = gpu
     since = history[-1].monotonic_ns - TRAILING_NS
-    recent = [gpu_of(frame, hw_id) for frame in history if frame.monotonic_ns >= since]
-    spanned = [gpu for gpu in recent if gpu is not None]
-    oldest, later = spanned[0], spanned[1:]
+    start = next(position for position, frame in enumerate(history) if frame.monotonic_ns >= since)
+    return {hw_id: Track(tuple(steps), _ledger(steps[start:])) for hw_id, steps in found.items()}
+
+
+def _ledger(steps: Sequence[GpuFrame | None]) -> Ledger | None:
+    """Return the ledger of `steps`, from differences of the running totals.
+
+    With one frame, or where totals went backwards (a replay that was wound back), it is the newest window
+    alone.
+    """
+    newest = steps[-1]
+    if newest is None:
+        return None
+    oldest, *later = [gpu for gpu in steps if gpu is not None]
     causes = _difference(newest.causes_total_ns, oldest.causes_total_ns)
     phases = _difference(newest.phases_total_ns, oldest.phases_total_ns)
     if not later or causes is None or phases is None or not any(causes.values()):
@@ -70,7 +80,7 @@ def ledger(history: Sequence[Frame], hw_id: str) -> Ledger | None:
     return Ledger(
         window_ns=sum(causes.values()),
         causes_ns=causes,
-        estimated=frozenset(cause for gpu in later for cause in gpu.estimated_causes),
+        estimated=frozenset().union(*{gpu.estimated_causes for gpu in later}),
         phases_ns={phase: phases.get(phase, 0) for phase in PHASES},
         phases_estimated=any(gpu.phases.evidence == "estimated" for gpu in later),
         reclaimable_ns=reclaimable,

@@ -8,7 +8,8 @@ from gpuidle.agent.model import Frame
 
 from . import engines, gpus
 from .engines import engine_section, short_model
-from .gpus import gpu_section, headline
+from .gpus import gpu_section, headline, least_lines
+from .history import tracks
 from .layout import EMPTY, Line, Lines, clean, crop, span, to_ascii
 from .numbers import duration, figure_percent
 from .options import Replay, ScreenOptions, View
@@ -76,12 +77,15 @@ def _devices_and_engines(
 ) -> list[Line]:
     frame = history[-1]
     notes = _missing(frame)
+    seen = tracks(history)
     if room is not None:
         room -= len(notes)
     kept = _reserve(frame, width, room)
     for gpu_detail, engine_detail in _LEVELS:
+        if room is not None and least_lines(len(frame.gpus), width, gpu_detail) + kept > room:
+            continue
         top = [
-            *gpu_section(history, options, width, gpu_detail),
+            *gpu_section(frame, seen, options, width, gpu_detail),
             *notes,
             *engine_section(frame, width, engine_detail),
             *([EMPTY] if gpu_detail == "tall" and frame.problems else []),
@@ -91,7 +95,7 @@ def _devices_and_engines(
     kept = min(kept, 1)
     for_engines = min(len(frame.engines), max(1, (room - kept) // 3)) if room is not None else None
     for_gpus = max(0, room - kept - (for_engines or 0)) if room is not None else None
-    table = gpu_section(history, options, width, "line", for_gpus)
+    table = gpu_section(frame, seen, options, width, "line", for_gpus)
     for_engines = max(0, room - kept - len(table)) if room is not None else None
     return [*table, *notes, *engine_section(frame, width, "line", for_engines)]
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timezone
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +29,7 @@ from gpuidle.exporters.terminal.options import ScreenOptions
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 30.0
+OPTIONS = ScreenOptions(timezone=timezone.utc)
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
@@ -76,10 +78,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("LC_ALL", "C.UTF-8")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def terminal() -> Iterator[Terminal]:
     opened = Terminal()
     yield opened
     opened.close()
@@ -95,7 +94,7 @@ def output_of(terminal: Terminal) -> Iterator[IO[str]]:
 def watching(terminal: Terminal, frames: int = 3) -> Iterator[tuple[TerminalExporter, threading.Event]]:
     asked = threading.Event()
     with output_of(terminal) as output:
-        exporter = TerminalExporter(ScreenOptions(), asked.set, output, terminal.slave)
+        exporter = TerminalExporter(OPTIONS, asked.set, output, terminal.slave)
         exporter.start()
         for frame in made.history(2, 1, made.PROBLEMS)[:frames]:
             exporter.publish(frame)
@@ -174,7 +173,7 @@ def test_a_fault_of_the_drawing_itself_gives_the_terminal_back_and_is_kept(
     monkeypatch.setattr("gpuidle.exporters.terminal.live.render", fail)
     asked = threading.Event()
     with output_of(terminal) as output:
-        exporter = TerminalExporter(ScreenOptions(), asked.set, output, terminal.slave)
+        exporter = TerminalExporter(OPTIONS, asked.set, output, terminal.slave)
         exporter.start()
         assert asked.wait(PATIENCE_S)
         exporter.close()
@@ -184,7 +183,7 @@ def test_a_fault_of_the_drawing_itself_gives_the_terminal_back_and_is_kept(
 
 def test_without_a_keyboard_no_keys_are_named_and_the_mode_is_left_alone(terminal: Terminal) -> None:
     with output_of(terminal) as output:
-        exporter = TerminalExporter(ScreenOptions(), lambda: None, output)
+        exporter = TerminalExporter(OPTIONS, lambda: None, output)
         exporter.start()
         exporter.publish(made.frame(2, 1))
         terminal.shows("compute idle")
@@ -197,7 +196,7 @@ def test_without_a_keyboard_no_keys_are_named_and_the_mode_is_left_alone(termina
 
 def test_the_history_is_bounded(terminal: Terminal) -> None:
     with output_of(terminal) as output:
-        exporter = TerminalExporter(ScreenOptions(), lambda: None, output)
+        exporter = TerminalExporter(OPTIONS, lambda: None, output)
         frame = made.frame(1, 1)
         for _ in range(2000):
             exporter.publish(frame)
@@ -304,7 +303,7 @@ def test_a_terminal_that_goes_away_ends_the_screen_quietly() -> None:
     terminal = Terminal()
     asked = threading.Event()
     stream = os.fdopen(os.dup(terminal.slave), "w", encoding="utf-8")
-    exporter = TerminalExporter(ScreenOptions(), asked.set, stream)
+    exporter = TerminalExporter(OPTIONS, asked.set, stream)
     exporter.start()
     exporter.publish(made.frame(1, 1))
     terminal.shows("compute idle")

@@ -15,7 +15,7 @@ from tests.exporters.terminal import frames as made
 from gpuidle.exporters.terminal import layout, numbers
 from gpuidle.exporters.terminal.bars import gauge, used_sparks
 from gpuidle.exporters.terminal.engines import numbers_together
-from gpuidle.exporters.terminal.history import cells, ledger, main_phase, trail
+from gpuidle.exporters.terminal.history import cells, main_phase, tracks
 from gpuidle.exporters.terminal.problems import ranked
 
 
@@ -151,7 +151,7 @@ def test_a_gauge_is_full_only_at_the_whole_and_empty_only_at_nothing() -> None:
 
 def test_the_ledger_is_the_difference_of_totals_over_the_last_minute() -> None:
     history = made.history(1, 1, pattern="p" * 30 + "d" * 90)
-    summed = ledger(history, made.uuid(0))
+    summed = tracks(history)[made.uuid(0)].ledger
     assert summed is not None
     assert summed.window_ns == 60 * made.SECOND
     assert sum(summed.causes_ns.values()) == summed.window_ns
@@ -163,12 +163,12 @@ def test_the_ledger_is_the_difference_of_totals_over_the_last_minute() -> None:
 
 def test_the_ledger_of_one_frame_is_its_window_and_of_none_is_nothing() -> None:
     (frame,) = made.history(1, 1, pattern="p")
-    alone = ledger([frame], made.uuid(0))
+    alone = tracks([frame])[made.uuid(0)].ledger
     assert alone is not None
     assert alone.window_ns == made.SECOND
     assert alone.causes_ns == frame.gpus[0].causes_ns
-    assert ledger([], made.uuid(0)) is None
-    assert ledger([made.blank_frame()], "GPU-abcdef") is None
+    assert tracks([]) == {}
+    assert tracks([made.blank_frame()])["GPU-abcdef"].ledger is None
 
 
 def test_totals_that_go_backwards_are_not_subtracted() -> None:
@@ -177,7 +177,7 @@ def test_totals_that_go_backwards_are_not_subtracted() -> None:
         *history[2:],
         msgspec.structs.replace(history[1], monotonic_ns=history[-1].monotonic_ns + 1),
     ]
-    summed = ledger(wound_back, made.uuid(0))
+    summed = tracks(wound_back)[made.uuid(0)].ledger
     assert summed is not None
     assert summed.causes_ns == history[1].gpus[0].causes_ns
     assert summed.reclaimable_ns is None
@@ -186,7 +186,7 @@ def test_totals_that_go_backwards_are_not_subtracted() -> None:
 def test_a_device_that_was_away_leaves_a_gap_in_its_strip() -> None:
     history = made.history(2, 1, pattern="dddd")
     history[1] = msgspec.structs.replace(history[1], gpus=history[1].gpus[:1])
-    seen = [gpu is not None for gpu in trail(history, made.uuid(1), 10)]
+    seen = [gpu is not None for gpu in tracks(history)[made.uuid(1)].steps]
     assert seen == [True, False, True, True]
 
 
@@ -197,7 +197,7 @@ def test_the_phase_of_a_window_is_the_one_that_took_most_of_it() -> None:
 
 def test_unknown_use_is_blank_in_the_sparkline_and_none_is_its_lowest_step() -> None:
     history = made.history(1, 1, pattern="?·p")
-    drawn = layout.plain(used_sparks(trail(history, made.uuid(0), 3), 3))
+    drawn = layout.plain(used_sparks(tracks(history)[made.uuid(0)].steps, 3))
     assert drawn[:2] == " ▁"
     assert drawn[2] > "▃"
 
