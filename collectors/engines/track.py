@@ -156,6 +156,8 @@ def _limits(told: EngineLimits, page: dict[str, object]) -> EngineLimits:
 
 def _state(track: Track) -> tuple[EngineState, list[Problem]]:
     problems = [*track.found.problems] if track.found is not None else []
+    problems += track.identity.problems
+    problems += [track.config.problem] if track.config.problem is not None else []
     if track.settings.blind is not None:
         return "unobserved", [*problems, track.settings.blind]
     if track.session is None:
@@ -168,8 +170,7 @@ def _state(track: Track) -> tuple[EngineState, list[Problem]]:
     scrape = track.scrape
     if not track.served or scrape is None:
         return "unobserved", problems
-    problems += [*track.identity.problems, *scrape.problems]
-    problems += [track.config.problem] if track.config.problem is not None else []
+    problems += scrape.problems
     if scrape.counters is None:
         return "unobserved", problems
     return ("asleep" if scrape.asleep else "serving"), problems

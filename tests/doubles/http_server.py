@@ -88,6 +88,7 @@ class FakeVllm:
         self.models_status = models_status
         self.filters = filters
         self.requests: list[str] = []
+        self.links: list[socket.socket] = []
         self.hang = threading.Event()
         self.release = threading.Event()
         fake = self
@@ -95,6 +96,10 @@ class FakeVllm:
         class Answers(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
+
+            def setup(self) -> None:
+                super().setup()
+                fake.links.append(self.connection)
 
             def do_GET(self) -> None:
                 fake.requests.append(self.path)
@@ -132,7 +137,7 @@ class FakeVllm:
 
     @contextlib.contextmanager
     def serving(self, port: int = 0) -> Iterator[str]:
-        """Yield the URL of the running server."""
+        """Yield the URL of the running server; at the end its connections are cut, as when it is killed."""
         server = ThreadingHTTPServer(("127.0.0.1", port), self._handler)
         server.daemon_threads = True
         server.block_on_close = False
@@ -145,3 +150,6 @@ class FakeVllm:
             server.shutdown()
             thread.join(5)
             server.server_close()
+            for link in self.links:
+                with contextlib.suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)

@@ -80,12 +80,13 @@ def test_titles_of_other_engines_are_not() -> None:
 
 
 def test_flags_in_all_their_forms() -> None:
-    got = told(
-        "org/model", "--port=9001", "-tp", "2", "-pp=3", "--data_parallel_size", "4", "--enable-expert-parallel",
-        "--max-num-batched-tokens", "8K", "--max-num-seqs=1.5k", "-q", "awq", "--kv-cache-dtype", "fp8",
-        "--speculative-config.method", "ngram", "--api-server-count", "2", "--block-size", "32", "--dtype", "float16",
-        "--served-model-name", "a", "b", "--revision", "r", "--hf-config-path", "/c", "--download-dir", "/d",
-    )  # fmt: skip
+    line = (
+        "org/model --port=9001 -tp 2 -pp=3 --data_parallel_size 4 --enable-expert-parallel --block-size 32 "
+        "--max-num-batched-tokens 8K --max-num-seqs=1.5k -q awq --kv-cache-dtype fp8 --dtype float16 "
+        "--speculative-config.method ngram --api-server-count 2 --served-model-name a b --revision r "
+        "--hf-config-path /c --download-dir /d"
+    )
+    got = told(*line.split())
     assert (got.model, got.served_model, got.port, got.front_ends) == ("org/model", "a", 9001, 2)
     assert got.parallelism == Parallelism(tensor=2, pipeline=3, data=4, expert=True)
     limits = got.limits
@@ -109,7 +110,8 @@ def test_what_is_not_said_is_the_documented_default_or_unknown() -> None:
 
 
 def test_flags_may_stand_in_a_file_and_the_command_line_wins() -> None:
-    text = "model: org/from-file\nport: 9000\ntensor_parallel_size: 4 # all\nnested:\n  port: 1\nlist: [a]\n- x\n"
+    text = "model: org/from-file\nport: 9000\ntensor_parallel_size: 4 # all\nnested:\n  port: 1\n"
+    text += "list: [a]\n- x\n"
     got = told("--config", "c.yaml", "--port", "9100", config=text)
     assert (got.model, got.port, got.parallelism.tensor) == ("org/from-file", 9100, 4)
     assert told("m", "--config", "c.yaml", config=None).model == "m"

@@ -79,7 +79,7 @@ def test_a_loop_of_links_is_an_error(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="snapshots"):
         read_model_config("org/m", root=tmp_path, environ={"HF_HOME": "/hf"})
-    with pytest.raises(ConfigError, match="/models/x/config.json"):
+    with pytest.raises(ConfigError, match=r"/models/x/config\.json"):
         read_model_config("/models/x", root=tmp_path, environ={})
 
 

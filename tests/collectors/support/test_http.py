@@ -249,9 +249,11 @@ def test_what_is_no_http_is_a_protocol_error(reply: bytes) -> None:
 
 def test_nothing_but_the_documented_error_escapes_any_bytes() -> None:
     rng = random.Random(11)
-    pieces = [b"HTTP/1.1 ", b"200 OK", b"\r\n", b"\n", b"Content-Length: ", b"-1", b"7", b"Transfer-Encoding: chunked",
-              b"\xff\xfe", b"5\r\nhello\r\n", b"0\r\n\r\n", b"Connection: close", b"\0", b"99999999999999999999",
-              b"HTTP/0.9", b"Location: x", b"HTTP/1.1 100 C\r\n\r\n", b": ", b"\x00\x80"]  # fmt: skip
+    pieces = [
+        *(b"HTTP/1.1 ", b"200 OK", b"\r\n", b"\n", b"Content-Length: ", b"-1", b"7", b"\xff\xfe", b"\0"),
+        *(b"Transfer-Encoding: chunked", b"5\r\nhello\r\n", b"0\r\n\r\n", b"Connection: close", b": "),
+        *(b"99999999999999999999", b"HTTP/0.9", b"Location: x", b"HTTP/1.1 100 C\r\n\r\n", b"\x00\x80"),
+    ]
     replies = [b"".join(rng.choices(pieces, k=rng.randint(0, 14))) for _ in range(250)]
     replies += [
         b"HTTP/1.1 200 OK\r\n" + b"".join(rng.choices(pieces, k=rng.randint(0, 9))) for _ in range(250)
