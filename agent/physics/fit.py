@@ -19,7 +19,10 @@ _WELL_POSED = 1e-4
 
 @dataclass(frozen=True)
 class Reachable:
-    """The fit: shares of the sheet's figures, and seconds a step. None: not determined yet."""
+    """The fit: shares of the sheet's figures, and seconds a step. None: not determined yet.
+
+    While the overhead is None it could not be told apart, and the shares contain it: they are lower bounds.
+    """
 
     bandwidth_share: float | None
     peak_share: float | None

@@ -125,6 +125,8 @@ class ModelShape:
     experts: int = 0
     """Routed experts of an MoE layer; 0: dense."""
     experts_per_token: int = 0
+    embedding_bytes: float | None = None
+    """Bytes of the tables, where they are not stored as activations are (GGUF)."""
 
     @property
     def parameters(self) -> int:
@@ -148,7 +150,10 @@ class ModelShape:
         matrices = sum(
             m.parameters * m.format.bits / 8 for m in self.matmuls if not (self.tied and m.part == "lm_head")
         )
-        return matrices + (self.embedding_parameters + self.vector_parameters) * self.activation_bytes
+        tables = self.embedding_bytes
+        if tables is None:
+            tables = self.embedding_parameters * self.activation_bytes
+        return matrices + tables + self.vector_parameters * self.activation_bytes
 
     def kv_bytes_per_token(self, kv_dtype_bytes: float | None = None) -> float:
         """Bytes that one more token of context takes in the cache of all layers (windows not yet full).

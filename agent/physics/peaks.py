@@ -16,6 +16,13 @@ _NOISE = frozenset(
     {"nvidia", "tesla", "amd", "intel", "google", "aws", "instinct", "hbm2", "hbm2e", "hbm3", "hbm3e"}
 )
 
+_MIG = re.compile(r"\bMIG\s+(\d)g\.(\d+)gb", re.IGNORECASE)
+_MIG_SMS: Mapping[int, Mapping[int, int]] = {
+    108: {1: 14, 2: 28, 3: 42, 4: 56, 7: 98},
+    132: {1: 16, 2: 32, 3: 60, 4: 64, 7: 132},
+}
+"""SMs of a MIG profile by the device's SMs and the profile's compute slices (NVIDIA MIG user guide)."""
+
 FLOP_PER_CLOCK_PER_SM: Mapping[str, int] = {
     "7.5": 1024,
     "8.0": 2048,
@@ -107,8 +114,13 @@ def find_peaks(
     `name` is the driver's ("NVIDIA H100 80GB HBM3"), or a short one ("H100 SXM"). A name that fits rows of
     different memory sizes needs the size; without it, or with one that fits no row, there is no match. With
     the last four arguments and a compute capability that is listed, the formula is used as a fallback and
-    flagged: it is twice too high on GeForce and four times on H20.
+    flagged: it is twice too high on GeForce and four times on H20. A MIG instance ("... MIG 1g.10gb") gets
+    its part of the device that its name begins with; `memory_total_bytes` is then the instance's own.
     """
+    instance = _MIG.search(name)
+    if instance is not None:
+        whole = find_peaks(name[: instance.start()], None, max_clock_hz=max_clock_hz)
+        return None if whole is None else _instance(whole, instance, multiprocessors)
     words, size_gb = _words(name)
     hits = [row for row in ROWS if any(_words(alias)[0] == words for alias in row.names)]
     if memory_total_bytes is not None:
@@ -131,6 +143,17 @@ def find_peaks(
         memory_clock_hz=memory_clock_hz,
         memory_bus_bits=memory_bus_bits,
     )
+
+
+def _instance(whole: DevicePeaks, profile: re.Match[str], multiprocessors: int | None) -> DevicePeaks:
+    """Return the part of a MIG profile such as "1g.10gb": SMs if known, else slices; eighths of memory."""
+    slices, gigabytes = int(profile[1]), int(profile[2])
+    listed = _MIG_SMS.get(whole.multiprocessors or 0, {}).get(slices)
+    sms = multiprocessors or listed
+    compute = slices / 7 if sms is None or whole.multiprocessors is None else sms / whole.multiprocessors
+    eighths = min(8, max(1, round(gigabytes * 1e9 / (whole.memory_bytes / 8))))
+    part = whole.fraction(compute, eighths / 8)
+    return replace(part, name=f"{whole.name} MIG {slices}g.{gigabytes}gb", multiprocessors=sms)
 
 
 def formula_peaks(

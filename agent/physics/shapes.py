@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import cast
 
-from gpuidle.agent.physics.families import FAMILIES, WRAPPERS, Family
+from gpuidle.agent.physics.families import FAMILIES, Family
+from gpuidle.agent.physics.gguf_shape import shape_from_gguf
 from gpuidle.agent.physics.parts import (
     Attention,
     Matmul,
@@ -27,6 +27,7 @@ from gpuidle.agent.physics.quantisation import (
     kv_bytes_of,
     plain_format,
 )
+from gpuidle.agent.physics.text_part import TextPart, architecture_of, check_head, text_part
 
 __all__ = [
     "Attention",
@@ -79,60 +80,26 @@ def shape_from_config(
 ) -> ModelShape:
     """Return the shape that a `config.json` describes: of the text part, where it is a wrapper's.
 
-    `dtype` overrides the file's ("bfloat16"); `quantisation` is the text of a `hf_quant_config.json` beside
-    it. Raises UnknownArchitecture for an architecture, a layer kind or a number format that is not known,
-    and for a file that lacks a size.
+    Two keys stand for files that lie beside it or instead of it: "hf_quant_config" holds that file's table,
+    "gguf" the header of a GGUF.
+
+    `dtype` overrides the file's ("bfloat16"); `quantisation` is the table of a `hf_quant_config.json`.
+    Layers for multi-token prediction are left out: only speculation runs them. Raises UnknownArchitecture
+    for an architecture, a layer kind or a number format that is not known, and for a file that lacks a size.
     """
-    text = _text_part(config)
+    header = config.get("gguf")
+    if isinstance(header, Mapping):
+        return shape_from_gguf(cast("Mapping[str, object]", header), name=name)
+    beside = config.get("hf_quant_config")
+    if quantisation is None and isinstance(beside, Mapping):
+        quantisation = cast("Mapping[str, object]", beside)
+    text = text_part(config)
     model_type = str(text.values.get("model_type", ""))
     family = FAMILIES.get(model_type)
     if family is None:
-        raise UnknownArchitecture(f"unknown architecture {_named(config)}: FLOP basis absent")
-    _check_head(config)
+        raise UnknownArchitecture(f"unknown architecture {architecture_of(config)}: FLOP basis absent")
+    check_head(config)
     return _Builder(text, family, model_type, name, dtype, quantisation).build()
-
-
-@dataclass(frozen=True)
-class _Text:
-    """The text part, the file around it, and where a key stands in both, the text part wins."""
-
-    values: Mapping[str, object]
-    outer: Mapping[str, object]
-
-    def get(self, key: str) -> object:
-        value = self.values.get(key)
-        return self.outer.get(key) if value is None else value
-
-
-def _text_part(config: Mapping[str, object]) -> _Text:
-    model_type = str(config.get("model_type", ""))
-    if model_type in WRAPPERS:
-        key, default = WRAPPERS[model_type]
-        inner = config.get(key)
-        if isinstance(inner, Mapping):
-            values = dict(cast("Mapping[str, object]", inner))
-            values.setdefault("model_type", default)
-            return _Text(values, config)
-        if model_type not in FAMILIES:
-            raise UnknownArchitecture(f"{model_type} configuration lacks {key}: FLOP basis absent")
-    return _Text(config, config)
-
-
-def _named(config: Mapping[str, object]) -> str:
-    architectures = config.get("architectures")
-    if isinstance(architectures, Sequence) and architectures and not isinstance(architectures, str):
-        return str(architectures[0])
-    return str(config.get("model_type") or "(unnamed)")
-
-
-def _check_head(config: Mapping[str, object]) -> None:
-    """Refuse heads other than a language model's: a classifier has no lm_head."""
-    architectures = config.get("architectures")
-    if not isinstance(architectures, (list, tuple)) or not architectures:
-        return
-    head = str(architectures[0])
-    if not head.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatModel")):
-        raise UnknownArchitecture(f"unknown architecture {head}: FLOP basis absent")
 
 
 class _Builder:
@@ -140,7 +107,7 @@ class _Builder:
 
     def __init__(
         self,
-        text: _Text,
+        text: TextPart,
         family: Family,
         model_type: str,
         name: str,

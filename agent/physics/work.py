@@ -217,7 +217,8 @@ def weights_held_bytes(
     tp = tensor_parallel
     ranks = tp * data_parallel if expert_parallel else tp
     total = shape.vector_parameters * shape.activation_bytes
-    total += shape.embedding_parameters * shape.activation_bytes / tp
+    tables = shape.embedding_bytes
+    total += (shape.embedding_parameters * shape.activation_bytes if tables is None else tables) / tp
     for m in shape.matmuls:
         if shape.tied and m.part == "lm_head":
             continue
