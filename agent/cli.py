@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,4 +94,6 @@ def group(ctx: click.Context, config: Path | None) -> None:
 
 def main() -> None:
     """Entry point of the `gpuidle` program."""
+    # Nothing here multiplies matrices: OpenBLAS need not start a thread a core when numpy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     group(prog_name="gpuidle", auto_envvar_prefix="GPUIDLE")

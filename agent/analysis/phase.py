@@ -54,7 +54,9 @@ def prefill_steps(sums: Sums, max_batched_tokens: int | None) -> PrefillSteps | 
     by_chance = steps * (1 - math.exp(-firsts / steps)) if steps else 0.0
     all_counted = sums.always_running
     low = min(steps, max(chunks if all_counted else 0, 1 if firsts else 0))
-    estimate = by_chance if not all_counted else max(by_chance, chunks)
+    # Decodes take their rows out of the budget first, so that a prompt needs some more chunks than P/b.
+    shared = 0 if max_batched_tokens is None else prompts / max(1, max_batched_tokens - running)
+    estimate = by_chance if not all_counted else max(by_chance, shared)
     return PrefillSteps(
         low=low, estimate=min(max(estimate, low), max(high, low)), high=max(high, low), counted_steps=steps
     )

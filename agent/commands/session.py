@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ from gpuidle import __version__
 from gpuidle.agent.model import GpuReading, Node, OutletStatus, Reading
 from gpuidle.agent.pipeline import Pipeline
 from gpuidle.agent.ports import Collector, Source
+
+FIRST_READING_S = 0.5
+"""How long the discovery of engines waits for the driver's first answer."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -110,6 +114,7 @@ class LatestGpus:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._processes: dict[str, tuple[int, ...]] = {}
+        self._answered = threading.Event()
 
     @property
     def name(self) -> str:
@@ -118,8 +123,11 @@ class LatestGpus:
 
     def read(self, now_ns: int) -> Reading:
         """Read, and remember the holders."""
-        reading = self._collector.read(now_ns)
-        self._processes = {gpu.hw_id: _pids(gpu) for gpu in reading.gpus or ()}
+        try:
+            reading = self._collector.read(now_ns)
+            self._processes = {gpu.hw_id: _pids(gpu) for gpu in reading.gpus or ()}
+        finally:
+            self._answered.set()
         return reading
 
     def close(self) -> None:
@@ -127,7 +135,11 @@ class LatestGpus:
         self._collector.close()
 
     def processes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the PIDs by `hw_id`, as of the last reading."""
+        """Return the PIDs by `hw_id`, as of the last reading.
+
+        Engines are named by the GPUs they hold, so the first call waits a moment for the first reading.
+        """
+        self._answered.wait(FIRST_READING_S)
         return self._processes
 
 

@@ -290,7 +290,9 @@ def test_watch_once_shows_a_decode(server: Server, double: Double) -> None:
         client.wait(60)
         double.set_busy(0)
     print(text)
-    engine = next(engine for engine in frame["engines"] if engine["hw_ids"] == [HW_ID])
+    found = [engine for engine in frame["engines"] if engine["hw_ids"] == [HW_ID]]
+    assert len(found) == 1, json.dumps(frame, indent=1)
+    engine = found[0]
     assert engine["model"] == "tiny"
     assert engine["decode_tokens_total"] > 0
     assert engine["phases"]["decode_ns"] > 0
