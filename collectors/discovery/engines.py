@@ -59,22 +59,28 @@ class Discovered:
 
 
 def find_engines(
-    table: ProcessTable, kinds: Sequence[EngineKind], gpu_processes: Mapping[str, Sequence[int]]
+    table: ProcessTable,
+    kinds: Sequence[EngineKind],
+    gpu_processes: Mapping[str, Sequence[int]],
+    answering: Mapping[tuple[int, int], FoundEngine] | None = None,
 ) -> Discovered:
     """Return the engines among the processes of `table` (refreshed by the caller).
 
-    `gpu_processes` maps hw_id to the PIDs that hold a context on it, as the driver gives them.
+    `gpu_processes` maps hw_id to the PIDs that hold a context on it, as the driver gives them. `answering`
+    are engines found before, by key, whose sockets need not be looked for again: listing the sockets of a
+    node costs 10 ms and more.
     """
     gpu_pids = {pid for pids in gpu_processes.values() for pid in pids}
     missing = frozenset(pid for pid in gpu_pids if table.get(pid) is None and table.read(pid) is None)
     own = table.namespace("self", "pid")
     contained = own is not None and own != _INITIAL_PID_NAMESPACE
     foreign = contained and bool(gpu_processes) and (bool(missing) or not gpu_pids)
-    engines = tuple(
-        _found(table, kind, root, {} if foreign else gpu_processes, foreign=foreign)
-        for kind, root in _roots(table, kinds)
-    )
-    return Discovered(engines, missing, foreign)
+    listing = _Listing(table)
+    engines: list[FoundEngine] = []
+    for kind, root in _roots(table, kinds):
+        before = (answering or {}).get((root.pid, root.start_ns))
+        engines.append(_found(listing, kind, root, {} if foreign else gpu_processes, before, foreign=foreign))
+    return Discovered(tuple(engines), missing, foreign)
 
 
 def _roots(table: ProcessTable, kinds: Sequence[EngineKind]) -> list[tuple[EngineKind, Process]]:
@@ -99,14 +105,30 @@ def _roots(table: ProcessTable, kinds: Sequence[EngineKind]) -> list[tuple[Engin
     return [roots[pid] for pid in sorted(roots)]
 
 
+class _Listing:
+    """A process table whose listeners are listed once for each network namespace."""
+
+    def __init__(self, table: ProcessTable) -> None:
+        self.table = table
+        self._listed: dict[object, tuple[Listener, ...]] = {}
+
+    def listeners(self, pid: int | str) -> tuple[Listener, ...]:
+        key = self.table.namespace(pid, "net") or pid
+        if key not in self._listed:
+            self._listed[key] = self.table.listeners(pid)
+        return self._listed[key]
+
+
 def _found(
-    table: ProcessTable,
+    listing: _Listing,
     kind: EngineKind,
     root: Process,
     gpu_processes: Mapping[str, Sequence[int]],
+    before: FoundEngine | None,
     *,
     foreign: bool,
 ) -> FoundEngine:
+    table = listing.table
     tree = table.tree(root)
     pids = tuple(process.pid for process in tree)
     hw_ids = tuple(sorted(hw_id for hw_id, held in gpu_processes.items() if set(held) & set(pids)))
@@ -122,9 +144,11 @@ def _found(
     urls: tuple[str, ...] = ()
     unreachable: Problem | None = None
     hidden = False
-    if settings.blind is None:
-        listeners, hidden = _listeners(table, [root, *fronts], settings.port)
-        reachable = [one for one in listeners if _is_near(table, root, one)]
+    if before is not None:
+        urls, unreachable, hidden = before.urls, before.unreachable, before.hidden
+    elif settings.blind is None:
+        listeners, hidden = _listeners(listing, [root, *fronts], settings.port)
+        reachable = [one for one in listeners if _is_near(listing, root, one)]
         urls = tuple(f"{settings.scheme}://{one.address}:{one.port}" for one in reachable)[:_MOST_URLS]
         if listeners and not reachable:
             unreachable = _far(kind, root, listeners[0].port)
@@ -154,18 +178,18 @@ def _read_config_file(table: ProcessTable, root: Process, name: str) -> str | No
 
 
 def _listeners(
-    table: ProcessTable, holders: Sequence[Process], port: int | None
+    listing: _Listing, holders: Sequence[Process], port: int | None
 ) -> tuple[list[Listener], bool]:
     """Return the LISTEN sockets of `holders`, `port` first, and whether they could not be looked at.
 
     The workers are no holders: each has a dozen ports of its own for collectives. Where the sockets of the
     process may not be seen, the port that its flags name must do.
     """
-    everyone = table.listeners(holders[0].pid)
+    everyone = listing.listeners(holders[0].pid)
     inodes: set[int] = set()
     hidden = False
     for process in holders:
-        held = _sockets(table, process)
+        held = _sockets(listing.table, process)
         hidden = hidden or held is None
         inodes |= held or frozenset()
     own = [one for one in everyone if one.inode in inodes]
@@ -187,16 +211,17 @@ def _sockets(table: ProcessTable, process: Process) -> frozenset[int] | None:
         return frozenset()
 
 
-def _is_near(table: ProcessTable, process: Process, listener: Listener) -> bool:
+def _is_near(listing: _Listing, process: Process, listener: Listener) -> bool:
     """Return whether a listener of `process` is in our own network namespace.
 
     Without it, "127.0.0.1:8000" would be somebody else's server. Where the namespaces may not be compared,
     the socket's inode, which is unique on the node, is looked for among those of our namespace.
     """
+    table = listing.table
     ours, theirs = table.namespace("self", "net"), table.namespace(process.pid, "net")
     if ours is not None and theirs is not None:
         return ours == theirs
-    return any(one.inode == listener.inode for one in table.listeners("self"))
+    return any(one.inode == listener.inode for one in listing.listeners("self"))
 
 
 def _no_api(kind: EngineKind, root: Process) -> Problem:

@@ -140,7 +140,7 @@ class EnginesCollector:
             except OSError as error:
                 self._node_problems = (_no_proc(self._table, error),)
             else:
-                discovered = find_engines(self._table, self._kinds, gpus)
+                discovered = find_engines(self._table, self._kinds, gpus, self._answering())
                 found = discovered.engines
                 self._node_problems = _namespace_problems(discovered, self._missing_pids)
                 self._missing_pids = discovered.missing_pids
@@ -154,6 +154,14 @@ class EnginesCollector:
                 self._keep(endpoint.url, old, None, endpoint)
         for track in old.values():
             track.close()
+
+    def _answering(self) -> dict[tuple[int, int], FoundEngine]:
+        """Return the engines whose sockets are known well enough."""
+        return {
+            track.found.key: track.found
+            for track in self._tracks.values()
+            if track.found is not None and track.served and track.failure is None
+        }
 
     def _owner(self, endpoint: NamedEndpoint, found: Sequence[FoundEngine]) -> FoundEngine | None:
         """Return the engine among the processes that an endpoint named by hand belongs to, if it is sure."""
