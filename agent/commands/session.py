@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,7 +164,8 @@ def live_source(
     from gpuidle.agent.clock import SystemClock
     from gpuidle.agent.sampler import Sampler
     from gpuidle.collectors.counters.nvml import NvmlCollector
-    from gpuidle.collectors.engines.collector import EnginesCollector, NamedEndpoint
+    from gpuidle.collectors.engines.collector import EnginesCollector
+    from gpuidle.collectors.engines.track import NamedEndpoint
     from gpuidle.collectors.table import ENGINES
 
     gpus = LatestGpus(NvmlCollector(proc))
@@ -189,6 +191,10 @@ class Status:
         return () if self.pipeline is None else self.pipeline.outlets()
 
 
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(call)
+
+
 async def run_until_signalled(
     pipeline: Pipeline, source: Source, *, give_stop: Callable[[Callable[[], None]], None] | None = None
 ) -> None:
@@ -208,5 +214,5 @@ async def run_until_signalled(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     if give_stop is not None:
-        give_stop(lambda: loop.call_soon_threadsafe(stop))
+        give_stop(partial(_call_soon, loop, stop))
     await pipeline.run()

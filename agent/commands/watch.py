@@ -55,6 +55,7 @@ ONCE_LONGEST = 8
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     prices: dict[str, float],
     currency: str,
     demo: bool,
