@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gpuidle.agent.model import Figure, Frame, GpuFrame
 
@@ -18,7 +18,7 @@ from .bars import (
     used_gauge,
     used_sparks,
 )
-from .history import Track
+from .history import Ledger, Track
 from .layout import (
     EMPTY,
     Line,
@@ -55,7 +55,6 @@ from .palette import CAUSES, GREY, QUIET, STRONG, ordered
 
 Detail = Literal["tall", "full", "short", "line"]
 
-_LABEL = 11
 _GAP = 2
 _PERCENT = len("~100.0 %")
 _BOUNDED = len("~99.6 % (99.4-99.8)")
@@ -92,6 +91,11 @@ def gpu_section(
     return lines
 
 
+def _label(width: int) -> int:
+    """Return the cells of the labels at the left of a card."""
+    return 11 if width >= 70 else 8
+
+
 def least_lines(gpus: int, width: int, detail: Detail) -> int:
     """Return the lines that `gpus` devices take at least: what is too high is refused without a layout."""
     if detail == "line":
@@ -122,29 +126,34 @@ def _card(gpu: GpuFrame, track: Track, options: ScreenOptions, width: int, detai
     lines = [_title(gpu, width, detail), _message(gpu, width)]
     if detail != "short":
         lines += _ratios(gpu, width, detail)
-        lines += flow(_vitals(gpu, detail), width, label=span("device", QUIET), indent=_LABEL)
+        lines += flow(_vitals(gpu, detail), width, label=span("device", QUIET), indent=_label(width))
     summed = track.ledger
     if summed is None:
-        return [*lines, labelled("ledger", span("no settled window yet", QUIET), _LABEL)]
-    bar_width = width - _LABEL
+        return [*lines, labelled("ledger", span("no settled window yet", QUIET), _label(width))]
+    bar_width = width - _label(width)
     steps = track.steps
-    over = span(f"% of {duration(summed.window_ns)}", QUIET)
+    over = _over(summed, width)
     items = legend(summed, options)
     reclaimable = _reclaimable(gpu, summed.reclaimable_ns, summed.window_ns)
-    lines.append(labelled("ledger", ledger_bar(summed, bar_width, options), _LABEL))
-    lines += flow([*items, *reclaimable], width, label=over, indent=_LABEL)
-    lines.append(labelled("phases", phase_strip(steps, bar_width), _LABEL))
+    lines.append(labelled("ledger", ledger_bar(summed, bar_width, options), _label(width)))
+    lines += flow([*items, *reclaimable], width, label=over, indent=_label(width))
+    lines.append(labelled("phases", phase_strip(steps, bar_width), _label(width)))
     if detail == "tall":
         lines += flow(
             phase_legend(summed),
             width,
-            label=span(f"% of {duration(summed.window_ns)}", QUIET),
-            indent=_LABEL,
+            label=_over(summed, width),
+            indent=_label(width),
         )
         sparks = used_sparks(steps, bar_width)
-        lines += [labelled("useful", sparks, _LABEL)] if plain(sparks).strip() else []
+        lines += [labelled("useful", sparks, _label(width))] if plain(sparks).strip() else []
         lines.append(EMPTY)
     return [crop(line, width) for line in lines]
+
+
+def _over(summed: Ledger, width: int) -> Line:
+    """Return what the shares of a legend are shares of."""
+    return span(f"{'% of' if width >= 70 else '%'} {duration(summed.window_ns)}", QUIET)
 
 
 def _title(gpu: GpuFrame, width: int, detail: Detail) -> Line:
@@ -176,9 +185,9 @@ def _message(gpu: GpuFrame, width: int) -> Line:
     """
     busy, (_, idle) = figure(gpu.busy), headline(gpu)
     left = join(
-        [span(f"{'busy':<{_LABEL}}", QUIET), span(figure_percent(gpu.busy, bounds=False), STRONG)], ""
+        [span(f"{'busy':<{_label(width)}}", QUIET), span(figure_percent(gpu.busy, bounds=False), STRONG)], ""
     )
-    left = pad(left, max(_LABEL + _PERCENT + 1, line_width(left)))
+    left = pad(left, max(_label(width) + _PERCENT + 1, line_width(left)))
     for bounds in (True, False):
         text = f"{figure_percent(idle, bounds=bounds):<{_BOUNDED if bounds else _PERCENT}} "
         right = join([span("compute idle ", QUIET), span(text, STRONG)], "")
@@ -198,7 +207,7 @@ def _ratios(gpu: GpuFrame, width: int, detail: Detail) -> list[Line]:
     dram = figure_percent(gpu.dram_bandwidth)
     if detail != "tall":
         idle.append(_pair("DRAM used", dram))
-        return flow(idle, width, label=span("idle by", QUIET), indent=_LABEL)
+        return flow(idle, width, label=span("idle by", QUIET), indent=_label(width))
     used = [
         _pair("DRAM bandwidth", dram),
         _pair("tensor pipe", figure_percent(gpu.tensor_active)),
@@ -206,8 +215,8 @@ def _ratios(gpu: GpuFrame, width: int, detail: Detail) -> list[Line]:
         _pair("of the roofline", figure_percent(gpu.roofline_attained)),
     ]
     return [
-        *flow(idle, width, label=span("idle by", QUIET), indent=_LABEL),
-        *flow(used, width, label=span("used", QUIET), indent=_LABEL),
+        *flow(idle, width, label=span("idle by", QUIET), indent=_label(width)),
+        *flow(used, width, label=span("used", QUIET), indent=_label(width)),
     ]
 
 
@@ -273,44 +282,54 @@ def _table(
     return [*lines[: fitting + 1], span(f"+{left_out} more of {len(rows)} GPUs", QUIET)][: max(0, room)]
 
 
-def _columns(width: int) -> tuple[bool, int, int]:
-    """Return whether the table has memory and power, and the cells of its bar and of its phases."""
+class _Columns(NamedTuple):
+    """Cells of the table's columns that depend on the width; 0 is a column left out."""
+
+    idle: int
+    vitals: bool
+    bar: int
+    phases: int
+
+
+def _columns(width: int) -> _Columns:
+    idle = 15 if width >= 44 else 7
     vitals = width >= 64
-    left = width - 24 - (17 if vitals else 0)
-    phases = min(max(_PHASES_IN_TABLE, left // 3), left) if left >= 16 else 0
-    bar = left - phases - 1 if left >= 16 else left
-    return vitals, max(0, bar), phases
+    left = max(0, width - 13 - idle - (17 if vitals else 0))
+    phases = max(_PHASES_IN_TABLE, left // 3) if left >= 18 else 0
+    return _Columns(idle, vitals, left - phases - 1 if phases else left, phases)
 
 
 def _heading(width: int) -> Line:
-    vitals, bar, _ = _columns(width)
-    text = f"{'GPU':<4}{'busy %':>7}{'idle %':>7}  "
-    if vitals:
+    columns = _columns(width)
+    text = f"{'GPU':<4}{'busy %':>7}{'compute idle %' if columns.idle == 15 else 'idle %':>{columns.idle}}  "
+    if columns.vitals:
         text += f"{'mem GiB':>9}{'W':>6}  "
-    text += f"{'ledger' if bar >= 6 else '':<{bar}} phases" if width >= 44 else "ledger" if bar >= 6 else ""
+    if columns.bar >= 6:
+        text += f"{'ledger':<{columns.bar}}"
+    if columns.phases:
+        text += " phases"
     return crop(span(text, QUIET), width)
 
 
 def _row(gpu: GpuFrame, track: Track, options: ScreenOptions, width: int) -> Line:
-    vitals, bar_width, phases_width = _columns(width)
+    columns = _columns(width)
     busy = figure(gpu.busy)
     _, idle = headline(gpu)
     busy_text, idle_text = _bare_share(busy), _bare_share(idle)
     line: Line = (
         (f"{gpu.index:<4}", STRONG),
         (f"{busy_text:>7}", ""),
-        (f"{idle_text:>7}", STRONG),
+        (f"{idle_text:>{columns.idle}}", STRONG),
         ("  ", ""),
     )
-    if vitals:
-        memory = f"{gib(gpu.memory_used_bytes)}"
-        line = (*line, (f"{memory:>9}{whole(gpu.power_watts):>6}  ", ""))
+    if columns.vitals:
+        line = (*line, (f"{gib(gpu.memory_used_bytes):>9}{whole(gpu.power_watts):>6}  ", ""))
     summed = track.ledger
     if summed is None:
         return crop((*line, (DASH, QUIET)), width)
-    line = (*line, *pad(ledger_bar(summed, bar_width, options), bar_width))
-    if phases_width:
-        line = (*line, (" ", ""), *phase_strip(track.steps, phases_width))
+    line = (*line, *pad(ledger_bar(summed, columns.bar, options), columns.bar))
+    if columns.phases:
+        line = (*line, (" ", ""), *phase_strip(track.steps, columns.phases))
     return crop(line, width)
 
 

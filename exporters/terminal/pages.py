@@ -147,7 +147,7 @@ def bare_node(frame: Frame, options: ScreenOptions, width: int) -> list[Line]:
     lines.append(EMPTY)
     lines += _commands(
         (
-            ("gpuidle watch --demo", "a simulated node, to see what this looks like"),
+            ("gpuidle watch --demo", "shows a simulated node"),
             ("gpuidle watch --engine-url http://HOST:PORT", "names an engine by hand"),
         ),
         width,
