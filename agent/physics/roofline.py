@@ -27,6 +27,8 @@ class Bound:
     """max(compute_s, memory_s)."""
     compute_s: Column
     memory_s: Column
+    in_l2: bool | NDArray[np.bool_] | None = None
+    """Whether the weights fit the L2 cache: read again and again they may beat the bound. None: unknown."""
 
 
 def compute_time_s(
@@ -52,7 +54,7 @@ def step_time_s(
     compute = compute_time_s(work, peaks, at_max_clock=at_max_clock)
     weights = work.weight_bytes_low if experts == "fewest" else work.weight_bytes
     memory = (weights + work.kv_bytes) / peaks.memory_bytes_per_s
-    return Bound(seconds=_maximum(compute, memory), compute_s=compute, memory_s=memory)
+    return Bound(_maximum(compute, memory), compute, memory, fits_l2(weights, peaks))
 
 
 def matmul_time_s(
@@ -67,14 +69,15 @@ def matmul_time_s(
     """Return the lower bound of one product alone, its activations read and written once in 16 bits.
 
     2 m n k FLOPs; n k weights, m k inputs and m n outputs. In a benchmark loop the operands can stay in L2
-    (`fits_l2`), and the bound on memory does not hold.
+    (`in_l2`), and the bound on memory does not hold.
     """
     m = np.asarray(rows, dtype=np.float64)
     compute = 2.0 * m * inputs * outputs / peaks.rate(fmt.compute, at_max_clock=at_max_clock)
     entering = 1 if fmt.compute in {"fp8", "int8"} else 2
     moved = inputs * outputs * fmt.bits / 8 + m * inputs * entering + m * outputs * 2
     memory = moved / peaks.memory_bytes_per_s
-    return Bound(_maximum(compute, memory), _scalar(compute), _scalar(memory))
+    held = fits_l2(inputs * outputs * fmt.bits / 8, peaks)
+    return Bound(_maximum(compute, memory), _scalar(compute), _scalar(memory), held)
 
 
 def fits_l2(weight_bytes: Column, peaks: DevicePeaks) -> NDArray[np.bool_] | bool | None:

@@ -150,27 +150,20 @@ def work(
     tp, pp = tensor_parallel, pipeline_parallel
     absorbed = np.where(t <= rows, pairs, 0.0) if decode_pairs is None else _float(decode_pairs)
 
-    useful: dict[str, NDArray[np.float64]] = {}
-    executed: dict[str, NDArray[np.float64]] = {}
-    low = mean = high = np.zeros(())
     ranks = tp * data_parallel if expert_parallel else tp
     groups = data_parallel if expert_parallel else 1
-    for m in shape.matmuls:
-        per_token = 2.0 * m.active_parameters * _share(m, shape, tp) / pp
-        through = rows if m.part == "lm_head" else t
-        _add(executed, m.format.compute, through * per_token)
-        _add(useful, m.format.compute, (through - rejected) * per_token)
-        reading = np.minimum(count, through)
-        bytes_once = m.inputs * m.outputs * m.layers * m.format.bits / 8 / pp
-        if m.part == "expert":
-            bytes_once /= ranks
-            fewest, uniform, most = _distinct_experts(m, t * groups, count)
-            low = low + bytes_once * fewest
-            mean = mean + bytes_once * uniform
-            high = high + bytes_once * most
-        else:
-            read = reading * bytes_once * _share(m, shape, tp)
-            low, mean, high = low + read, mean + read, high + read
+    sums = _matrices(shape, tp, ranks)
+    useful: dict[str, NDArray[np.float64]] = {}
+    executed: dict[str, NDArray[np.float64]] = {}
+    for dtype in dict.fromkeys((*sums.per_token, *sums.per_logit_row)):
+        body, head = sums.per_token.get(dtype, 0.0) / pp, sums.per_logit_row.get(dtype, 0.0) / pp
+        executed[dtype] = t * body + rows * head
+        useful[dtype] = executed[dtype] - rejected * (body + head)
+    fixed = np.minimum(count, t) * (sums.body_bytes / pp) + np.minimum(count, rows) * (sums.head_bytes / pp)
+    low = mean = high = fixed
+    for (experts, active), each in sums.expert_bytes.items():
+        fewest, uniform, most = _distinct_experts(experts, active, t * groups, count)
+        low, mean, high = (was + each / pp * of for was, of in ((low, fewest), (mean, uniform), (high, most)))
 
     kv = np.zeros(())
     b = shape.kv_dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes
@@ -243,16 +236,50 @@ def _share(m: Matmul, shape: ModelShape, tp: int) -> float:
     return 1.0 / tp
 
 
+@dataclass(frozen=True)
+class _Matrices:
+    """Sums over a model's matrices, on one tensor-parallel rank, all stages together."""
+
+    per_token: Mapping[str, float]
+    """FLOPs of a row of the layers, by dtype."""
+    per_logit_row: Mapping[str, float]
+    body_bytes: float
+    """Weights of the layers that each step reads once."""
+    head_bytes: float
+    expert_bytes: Mapping[tuple[int, int], float]
+    """By (experts, active): the bytes of one expert in every layer that routes so."""
+
+
+def _matrices(shape: ModelShape, tp: int, expert_ranks: int) -> _Matrices:
+    per_token: dict[str, float] = {}
+    per_row: dict[str, float] = {}
+    experts: dict[tuple[int, int], float] = {}
+    body = head = 0.0
+    for m in shape.matmuls:
+        share = _share(m, shape, tp)
+        flops = per_row if m.part == "lm_head" else per_token
+        flops[m.format.compute] = flops.get(m.format.compute, 0.0) + 2.0 * m.active_parameters * share
+        stored = m.inputs * m.outputs * m.layers * m.format.bits / 8
+        if m.part == "expert":
+            kind = (m.experts, m.active)
+            experts[kind] = experts.get(kind, 0.0) + stored / expert_ranks
+        elif m.part == "lm_head":
+            head += stored * share
+        else:
+            body += stored * share
+    return _Matrices(per_token, per_row, body, head, experts)
+
+
 def _distinct_experts(
-    m: Matmul, tokens: NDArray[np.float64], steps: NDArray[np.float64]
+    experts: int, active: int, tokens: NDArray[np.float64], steps: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return the experts of a layer that `steps` steps read: fewest, by uniform routing, most."""
     a_step = np.divide(
         tokens, steps, out=np.zeros(np.broadcast_shapes(tokens.shape, steps.shape)), where=steps > 0
     )
-    fewest = np.minimum(a_step, 1.0) * m.active
-    uniform = m.experts * (1.0 - (1.0 - m.active / m.experts) ** a_step)
-    most = np.minimum(a_step * m.active, m.experts)
+    fewest = np.minimum(a_step, 1.0) * active
+    uniform = experts * (1.0 - np.exp(np.log1p(-active / experts) * a_step)) if active < experts else fewest
+    most = np.minimum(a_step * active, experts)
     return fewest * steps, uniform * steps, most * steps
 
 

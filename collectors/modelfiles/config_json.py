@@ -61,7 +61,7 @@ def read_model_config(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> str:
-    """Return the text of config.json of `model`, a folder or a hub id.
+    """Return the text of config.json of `model`, a folder or a hub id, with its hf_quant_config.json.
 
     `root` is the process's root folder (/proc/PID/root), `cwd` and `environ` are the process's own.
 
@@ -82,7 +82,7 @@ def read_model_config(
         except OSError as error:
             raise ConfigError(str(error)) from error
         else:
-            return _checked(data, path)
+            return _with_quantisation(_checked(data, path), root, folder)
     where = ", ".join(tried) or f"{model!r} is neither a folder nor a hub id"
     if forbidden:
         raise ConfigForbiddenError(f"not allowed to read {where}")
@@ -128,6 +128,30 @@ def _commit(root: Path, base: PurePosixPath, revision: str) -> str:
     except (OSError, ConfigError):
         return revision
     return data.decode("ascii", "replace").strip().replace("/", "")
+
+
+def _with_quantisation(text: str, root: Path, folder: str) -> str:
+    """Add the table of `hf_quant_config.json`, ModelOpt's way to say it, under that key.
+
+    Without it a model of 4 or 8 bits would pass for one of 16. A block in config.json itself wins.
+    """
+    config = json.loads(text)
+    if config.get("quantization_config") is not None:
+        return text
+    path = str(PurePosixPath(folder) / "hf_quant_config.json")
+    try:
+        data = read_regular(resolve_within(root, path), CONFIG_LIMIT)
+        told = json.loads(data)
+    except (FileNotFoundError, NotADirectoryError):
+        return text
+    except PermissionError as error:
+        raise ConfigForbiddenError(f"not allowed to read {path}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {str(error)[:100]}") from error
+    # Recordings keep what is returned: only the part that says how weights are stored passes.
+    if not isinstance(told, dict) or not isinstance(told.get("quantization"), dict):
+        raise ConfigError(f"{path} is not a model's quantisation")
+    return json.dumps({**config, "hf_quant_config": {"quantization": told["quantization"]}})
 
 
 def _checked(data: bytes, path: str) -> str:

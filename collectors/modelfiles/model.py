@@ -33,7 +33,7 @@ def read_model(model: str, *, cwd: Path, environ: Mapping[str, str]) -> dict[str
         if path.suffix == ".gguf":
             return {"gguf": read_gguf_header(path)}
         if path.is_file():
-            return with_quantisation(_table(path), path.parent)
+            return _with_quantisation(_table(path), path.parent)
         if path.is_dir() and not (path / "config.json").exists():
             headers = sorted(path.glob("*.gguf"))
             if len(headers) == 1 or (headers and "-00001-of-" in headers[0].name):
@@ -43,11 +43,10 @@ def read_model(model: str, *, cwd: Path, environ: Mapping[str, str]) -> dict[str
         text = read_model_config(model, root=Path("/"), cwd=str(cwd), environ=environ)
     except (GgufError, ConfigError, OSError) as error:
         raise ModelFileError(str(error)) from error
-    config = cast("dict[str, object]", json.loads(text))
-    return with_quantisation(config, path) if path.is_dir() else config
+    return cast("dict[str, object]", json.loads(text))
 
 
-def with_quantisation(config: Mapping[str, object], folder: Path) -> dict[str, object]:
+def _with_quantisation(config: Mapping[str, object], folder: Path) -> dict[str, object]:
     """Return the configuration with the folder's `hf_quant_config.json` added, where there is one.
 
     ModelOpt writes it instead of a block in `config.json`; a block that stands there already wins.
