@@ -19,6 +19,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 
 
 def timed(command: list[str]) -> float:
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     runs = parser.parse_args().runs
     gpuidle = [sys.executable, "-m", "gpuidle"]
-    cases = {
+    cases: dict[str, Callable[[], float]] = {
         "python -c pass": lambda: timed([sys.executable, "-c", "pass"]),
         "gpuidle --version": lambda: timed([*gpuidle, "--version"]),
         "watch --demo, first frame": lambda: first_frame([*gpuidle, "watch", "--demo"]),

@@ -135,13 +135,12 @@ class LatestGpus:
         """Close the collector."""
         self._collector.close()
 
-    def processes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the PIDs by `hw_id`, as of the last reading.
+    def processes(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Return the PIDs by `hw_id`, as of the last reading; None before the driver's first answer.
 
-        Engines are named by the GPUs they hold, so the first call waits a moment for the first reading.
+        Engines are named by the GPUs they hold, so the first call waits a moment for that answer.
         """
-        self._answered.wait(FIRST_READING_S)
-        return self._processes
+        return self._processes if self._answered.wait(FIRST_READING_S) else None
 
 
 def _pids(gpu: GpuReading) -> tuple[int, ...]:
