@@ -7,7 +7,6 @@ a process or a model may be named by somebody who would like to write escape seq
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,18 @@ Line = tuple[Span, ...]
 EMPTY: Line = ()
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_ONE_CELL_EACH = re.compile(
-    "[\x20-\x7e\xa1-\xac\xae-\u02ff\u0370-\u0482\u2010-\u2027\u2190-\u22ff\u2500-\u25fc]*"
+_ONE_CELL_EACH = frozenset(
+    chr(code)
+    for first, last in (
+        (0x20, 0x7E),
+        (0xA1, 0xAC),
+        (0xAE, 0x2FF),
+        (0x370, 0x482),
+        (0x2010, 0x2027),
+        (0x2190, 0x22FF),
+        (0x2500, 0x25FC),
+    )
+    for code in range(first, last + 1)
 )
 """No character of these ranges is wide, combining or invisible: their width needs no table."""
 
@@ -102,7 +111,7 @@ def _visible(character: str) -> str:
 
 def text_width(text: str) -> int:
     """Return the cells that cleaned `text` takes."""
-    if text.isascii() or _ONE_CELL_EACH.fullmatch(text):
+    if text.isascii() or _ONE_CELL_EACH.issuperset(text):
         return len(text)
     from rich.cells import cell_len
 

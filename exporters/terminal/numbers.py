@@ -15,14 +15,18 @@ RANGE = "\N{EN DASH}"
 GIB = 1 << 30
 
 
-def is_known(value: float | None) -> bool:
-    """Return whether there is a number to print: NaN and infinities are no numbers."""
-    return value is not None and math.isfinite(value)
+_ABSURD = 1e9
+"""No share is larger: what is, is no number, as NaN and the infinities are none."""
+
+
+def is_share(ratio: float) -> bool:
+    """Return whether a ratio can be printed as a share."""
+    return math.isfinite(ratio) and abs(ratio) < _ABSURD
 
 
 def share(ratio: float | None) -> str:
     """Return a ratio in per cent with one decimal, without the sign."""
-    if ratio is None or not math.isfinite(ratio):
+    if ratio is None or not is_share(ratio):
         return DASH
     text = f"{100 * ratio:.1f}"
     if ratio > 0 and text == "0.0":
@@ -40,7 +44,7 @@ def percent(ratio: float | None) -> str:
 
 def figure(value: Figure | None) -> Figure | None:
     """Return the figure if it says anything: one without evidence or without a number does not."""
-    if value is None or value.evidence == "unknown" or not math.isfinite(value.value):
+    if value is None or value.evidence == "unknown" or not is_share(value.value):
         return None
     return value
 
@@ -56,7 +60,7 @@ def figure_percent(value: Figure | None, *, bounds: bool = True) -> str:
 
 def between(low: float, high: float) -> str:
     """Return "(99.4-99.8)" in per cent, rounded outwards; "" where both are the same as printed."""
-    if not (math.isfinite(low) and math.isfinite(high)) or share(low) == share(high):
+    if not (is_share(low) and is_share(high)) or share(low) == share(high):
         return ""
     # A hair inwards first: 0.994 * 1000 is 994.0000000000001.
     outer_low = math.floor(1000 * low + 1e-6) / 10

@@ -25,6 +25,7 @@ from gpuidle.exporters.terminal.problems import ranked
         (None, "—"),
         (math.nan, "—"),
         (math.inf, "—"),
+        (1e307, "—"),
         (0.0, "0.0 %"),
         (0.0004, "<0.1 %"),
         (0.0034, "0.3 %"),
@@ -43,6 +44,7 @@ def test_bounds_are_rounded_outwards_and_left_out_where_they_print_the_same() ->
     assert numbers.between(0.994, 0.998) == "(99.4–99.8)"
     assert numbers.between(0.9941, 0.9942) == ""
     assert numbers.between(0.2, math.inf) == ""
+    assert numbers.between(0.2, 1e307) == ""
 
 
 def test_an_estimate_has_a_tilde_and_a_measurement_has_none() -> None:
