@@ -184,6 +184,8 @@ class CounterSeries:
     """Share of cycles with the tensor pipe busy, at the clock of the moment."""
     dram_read_bytes_per_s: NDArray[np.float64] | None = None
     dram_write_bytes_per_s: NDArray[np.float64] | None = None
+    dram_bytes_per_s: NDArray[np.float64] | None = None
+    """Read and written together, from rungs that cannot tell the two apart."""
     sm_clock_hz: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
@@ -211,6 +213,10 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """As the driver gives it: a PID of the host's namespace."""
     used_memory_bytes: int | None = None
+    sm_busy_ratio: float | None = None
+    """Share of the driver's last sample period with a kernel of this process resident. It is not load."""
+    sm_busy_stale: bool = False
+    """Whether `sm_busy_ratio` is an old sample: some drivers give what was true ten seconds ago."""
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,6 +250,9 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     memory_busy_ratio: float | None = None
     """Share of that period in which memory was touched. It is not bandwidth."""
     processes: tuple[GpuProcess, ...] | None = None
+    """None where they cannot be listed, and on a GPU that is split into instances, which have their own."""
+    error_counts: dict[str, int] | None = None
+    """Errors that the driver reported while gpuidle was watching, by kind ("xid_79", "ecc_double_bit")."""
 
 
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True):
@@ -477,6 +486,8 @@ class GpuFrame(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_max_hz: int | None = None
     memory_busy_ratio: float | None = None
     clock_events: tuple[str, ...] | None = None
+    error_counts: dict[str, int] | None = None
+    """Errors that the driver reported since the agent started, by kind."""
 
 
 class EngineFrame(msgspec.Struct, frozen=True, kw_only=True):

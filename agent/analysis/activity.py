@@ -41,6 +41,9 @@ def activity(
         rows = [s for s in series if s.rung == rung and _overlaps(s, start_ns, end_ns)]
         if rows:
             seen = _integrate(rows, rung, start_ns, end_ns)
+            if seen.observed_ns > 0 and seen.sm_clock_hz is None and reading is not None:
+                # GPM and DCGM tell no clock: the driver's own at the end of the tick stands for the window.
+                return msgspec.structs.replace(seen, sm_clock_hz=reading.sm_clock_hz)
             if seen.observed_ns > 0:
                 return seen
     if reading is None:
@@ -77,6 +80,8 @@ def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns:
         return float(sum(np.dot(np.concatenate(each), inside) for each in columns)) / 1e9
 
     clock = rate(("sm_clock_hz",))
+    dram = rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s"))
+    apart = rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s"))
     return Activity(
         rung=rung,
         observed_ns=min(covered_ns, end_ns - start_ns),
@@ -84,6 +89,6 @@ def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns:
         active_measured=True,
         tensor_ns=ratio("tensor_active"),
         sm_ns=ratio("sm_active"),
-        dram_bytes=rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s")),
+        dram_bytes=rate(("dram_bytes_per_s",)) if apart is None else apart,
         sm_clock_hz=None if clock is None or not covered_ns else clock * 1e9 / covered_ns,
     )

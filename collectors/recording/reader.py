@@ -62,6 +62,7 @@ _COLUMNS = {
         "tensor_active": "<u2",
         "dram_read_bytes_per_s": "<f8",
         "dram_write_bytes_per_s": "<f8",
+        "dram_bytes_per_s": "<f8",
         "sm_clock_hz": "<f8",
     },
 }
