@@ -80,7 +80,6 @@ def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns:
         return float(sum(np.dot(np.concatenate(each), inside) for each in columns)) / 1e9
 
     clock = rate(("sm_clock_hz",))
-    dram = rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s"))
     apart = rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s"))
     return Activity(
         rung=rung,
