@@ -229,6 +229,8 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     read_ns: int
     vendor: str = "nvidia"
     parent_hw_id: str | None = None
+    instance_id: int | None = None
+    """The driver's id of the GPU instance on its parent, for MIG instances; used again after it is gone."""
     driver_version: str | None = None
     compute_capability: str | None = None
     """Such as "9.0"."""
