@@ -169,7 +169,11 @@ class Analyzer:
             done[key] = settle_engine(
                 self._engines[key], reading, window, self._known_shape(reading), mean_known(active)
             )
+        # A GPU that is split into instances has no time of its own to account for.
+        split = {gpu.reading.parent_hw_id for gpu in self._gpus.values()}
         for hw_id, gpu in self._gpus.items():
+            if hw_id in split:
+                continue
             mine = [engine for key, engine in done.items() if hw_id in held[key]]
             problems += settle_gpu(gpu, window, seen[hw_id], mine, self._settings.trailing_ns)
         for track in self._engines.values():

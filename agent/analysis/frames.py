@@ -73,6 +73,7 @@ def gpu_frame(
         sm_clock_max_hz=known.sm_clock_max_hz,
         memory_busy_ratio=here.memory_busy_ratio if here else None,
         clock_events=here.clock_events if here else None,
+        error_counts=known.error_counts,
     )
 
 
