@@ -74,9 +74,12 @@ def command(
         raise click.UsageError("--demo and --replay exclude each other")
     if replay is not None and not replay.exists() and not list(replay.parent.glob(f"{replay.name}*")):
         raise click.BadParameter(f"{replay}: no such file", param_hint="--replay")
+    from gpuidle.exporters.terminal.consoles import can_draw
+
+    pipe_out = not sys.stdout.isatty()
+    once = once or not (pipe_out or as_json or can_draw(sys.stdout))  # a dumb terminal gets one report
     source = _source(demo=demo, replay=replay, speed=0.0 if once else speed, live=live)
     options = _screen_options(ascii, replay)
-    pipe_out = not sys.stdout.isatty()
     from gpuidle.agent.analysis.analyzer import Analyzer, Settings
     from gpuidle.agent.pipeline import Pipeline
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from collections.abc import Sequence
 from datetime import timezone
 from pathlib import Path
@@ -37,7 +38,9 @@ def picture(history: Sequence[Frame], width: int, height: int, title: str) -> st
     )
     options = ScreenOptions(keys=True, timezone=timezone.utc)
     console.print(render(history, options, width, height), crop=False, no_wrap=True, end="")
-    return console.export_svg(title=title, unique_id="gpuidle")
+    svg = console.export_svg(title=title, unique_id="gpuidle")
+    # A picture in a README must not make its readers' browsers ask a third party for a font.
+    return re.sub(r"@font-face\s*\{[^}]*\}\s*", "", svg)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -147,7 +147,7 @@ def test_record_then_replay_tells_the_same_frames(nvml_library: Path, tmp_path: 
     Scenario(gpus=(Gpu(utilization_gpu_percent=40), Gpu())).write(scenario)
     env = environment(nvml_library, scenario)
     process = subprocess.Popen(
-        [*GPUIDLE, "record", "-o", str(session), "--duration", "2", "--interval", "0.2", *LOCAL],
+        [*GPUIDLE, "record", "-o", str(session), "--duration", "3", "--interval", "0.2", *LOCAL],
         env=env,
         stderr=subprocess.PIPE,
         text=True,

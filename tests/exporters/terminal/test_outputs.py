@@ -181,6 +181,15 @@ def test_json_is_one_frame_on_one_line() -> None:
     assert decode_frame(stream.getvalue().encode()) == frame
 
 
+def test_the_picture_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    frames, target = tmp_path / "frames.ndjson", tmp_path / "a.svg"
+    frames.write_bytes(encode_frame(made.history(2, 1)[-1]) + b"\n")
+    draw_picture([str(frames), str(target)])
+    svg = target.read_text()
+    assert "url(http" not in svg
+    assert "font-face" not in svg
+
+
 def test_the_picture_holds_the_message_and_is_the_same_each_time(tmp_path: Path) -> None:
     frames, first, second = (tmp_path / name for name in ("frames.ndjson", "1.svg", "2.svg"))
     frames.write_bytes(b"".join(encode_frame(frame) + b"\n" for frame in made.history(2, 1)))
