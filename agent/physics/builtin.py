@@ -283,10 +283,16 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
 """Configurations by hub id. DeepSeek-V3 is stored in FP8 blocks, gpt-oss in MXFP4; the others in BF16."""
 
 
-def find_builtin(name: str) -> ModelShape | None:
-    """Return the built-in shape of this hub id, with or without its owner and in any case; None: no such."""
+def builtin_name(name: str) -> str | None:
+    """Return the hub id of a built-in shape, asked for with or without its owner, in any case; else None."""
     wanted = name.lower()
-    for hub_id, config in CONFIGS.items():
+    for hub_id in CONFIGS:
         if wanted in {hub_id.lower(), hub_id.lower().partition("/")[2]}:
-            return shape_from_config(config, name=hub_id)
+            return hub_id
     return None
+
+
+def find_builtin(name: str) -> ModelShape | None:
+    """Return the built-in shape of this name; None: no such."""
+    hub_id = builtin_name(name)
+    return None if hub_id is None else shape_from_config(CONFIGS[hub_id], name=hub_id)

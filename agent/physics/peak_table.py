@@ -26,6 +26,8 @@ class PeakRow:
     sheet_clock_mhz: float | None = None
     max_clock_mhz: float | None = None
     l2_mb: float | None = None
+    uncommon: bool = False
+    """Meant only where the memory size says so: its name is that of a common device."""
     capped: bool = False
     """Sold with its tensor rate held below what SMs x clock give."""
     accumulate_halved: bool = False
@@ -135,6 +137,7 @@ ROWS: tuple[PeakRow, ...] = (
         memory_gb=24,
         bf16=165.2,
         fp8=330.3,
+        int8=660.6,
         gb_per_s=1008,
         source="Ada architecture white paper, with FP32 accumulation",
         compute_capability="8.9",
@@ -157,7 +160,7 @@ ROWS: tuple[PeakRow, ...] = (
         l2_mb=50,
     ),
     PeakRow(
-        ("NVIDIA H100 80GB HBM3", "H100 SXM", "H100 SXM5", "H100-SXM5-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", "H100 SXM5"),
         memory_gb=80,
         bf16=989.4,
         fp8=1978.9,
@@ -181,6 +184,7 @@ ROWS: tuple[PeakRow, ...] = (
         sms=132,
         max_clock_mhz=1980,
         l2_mb=50,
+        uncommon=True,
     ),
     PeakRow(
         ("NVIDIA H100 NVL", "H100 NVL"),
@@ -304,6 +308,7 @@ ROWS: tuple[PeakRow, ...] = (
         bf16=209.5,
         fp8=419,
         fp4=1676,
+        int8=838,
         gb_per_s=1792,
         source="Blackwell GeForce white paper, with FP32 accumulation",
         compute_capability="12.0",
@@ -366,6 +371,7 @@ ROWS: tuple[PeakRow, ...] = (
         memory_gb=16,
         bf16=97.5,
         fp8=195,
+        int8=389.9,
         gb_per_s=717,
         source=_RECALLED + "; with FP32 accumulation",
         compute_capability="8.9",

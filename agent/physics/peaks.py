@@ -78,7 +78,8 @@ class DevicePeaks:
             raise NoPeak(f"no dense peak of {self.name} for {dtype} is known")
         if not at_max_clock:
             return rate
-        return rate * self.clock_ratio * (2.0 if self.accumulate_halved else 1.0)
+        doubled = self.accumulate_halved and dtype != "int8"
+        return rate * self.clock_ratio * (2.0 if doubled else 1.0)
 
     @property
     def clock_ratio(self) -> float:
@@ -86,6 +87,21 @@ class DevicePeaks:
         if self.sheet_clock_hz is None or self.max_clock_hz is None:
             return 1.0
         return max(1.0, self.max_clock_hz / self.sheet_clock_hz)
+
+    def override(
+        self, *, bf16_flops_per_s: float | None = None, memory_bytes_per_s: float | None = None
+    ) -> DevicePeaks:
+        """Return the peaks with a user's figures; the other dtypes keep their ratio to the 16-bit rate."""
+        if bf16_flops_per_s is None and memory_bytes_per_s is None:
+            return self
+        scale = 1.0 if bf16_flops_per_s is None else bf16_flops_per_s / self.flops_per_s["bf16"]
+        return replace(
+            self,
+            flops_per_s={dtype: rate * scale for dtype, rate in self.flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s if memory_bytes_per_s is None else memory_bytes_per_s,
+            source=f"{self.source}; overridden by the user",
+            formula=False,
+        )
 
     def fraction(self, compute: float, memory: float) -> DevicePeaks:
         """Return the peaks of a partition that owns these fractions of compute and of memory (MIG)."""
@@ -125,8 +141,10 @@ def find_peaks(
     hits = [row for row in ROWS if any(_words(alias)[0] == words for alias in row.names)]
     if memory_total_bytes is not None:
         hits = [row for row in hits if _fits(row, memory_total_bytes)]
-    elif size_gb is not None:
-        hits = [row for row in hits if row.memory_gb == size_gb] or hits
+    elif size_gb is not None and any(row.memory_gb == size_gb for row in hits):
+        hits = [row for row in hits if row.memory_gb == size_gb]
+    else:
+        hits = [row for row in hits if not row.uncommon]
     if len(hits) == 1:
         return _peaks_of(hits[0], max_clock_hz)
     if hits:
@@ -143,6 +161,13 @@ def find_peaks(
         memory_clock_hz=memory_clock_hz,
         memory_bus_bits=memory_bus_bits,
     )
+
+
+def known_devices(like: str = "") -> list[str]:
+    """Return the names of the table with their memory sizes, those that share a word with `like` first."""
+    words, _ = _words(like)
+    rows = sorted(ROWS, key=lambda row: -max(len(words & _words(alias)[0]) for alias in row.names))
+    return [f"{row.names[0]} ({row.memory_gb:g} GB)" for row in rows]
 
 
 def _instance(whole: DevicePeaks, profile: re.Match[str], multiprocessors: int | None) -> DevicePeaks:
@@ -225,6 +250,7 @@ def _words(name: str) -> tuple[frozenset[str], float | None]:
     text = name.lower()
     size = re.search(r"(\d+)\s*gi?b\b", text)
     text = re.sub(r"\d+\s*gi?b\b", " ", text)
+    text = re.sub(r"\brtx(?=\d)", "rtx ", text)
     words = frozenset(re.findall(r"[a-z0-9]+", text)) - _NOISE
     return words, None if size is None else float(size.group(1))
 

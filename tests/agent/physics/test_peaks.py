@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gpuidle.agent.physics.peak_table import ROWS
-from gpuidle.agent.physics.peaks import NoPeak, find_peaks
+from gpuidle.agent.physics.peaks import NoPeak, find_peaks, known_devices
 
 MIB = 2**20
 NVML = [
@@ -54,7 +54,7 @@ def test_a_memory_size_that_fits_no_row_is_no_match() -> None:
     assert find_peaks("NVIDIA H100 80GB HBM3", 40 * 2**30) is None
 
 
-@pytest.mark.parametrize("name", ["A100 SXM", "H100 SXM", "H100", "NVIDIA", "", "NVIDIA L40", "NVIDIA H1000"])
+@pytest.mark.parametrize("name", ["A100 SXM", "A100", "NVIDIA", "", "NVIDIA L40", "NVIDIA H1000"])
 def test_a_name_that_does_not_settle_the_device_is_no_match(name: str) -> None:
     assert find_peaks(name, None) is None
 
@@ -66,6 +66,21 @@ def test_the_memory_size_settles_a_short_name() -> None:
     again = find_peaks("A100-SXM4-40GB", None)
     assert again is not None
     assert again.memory_bytes == 40e9
+
+
+def test_a_common_device_is_meant_unless_the_memory_says_otherwise() -> None:
+    for name in ("H100 SXM", "h100-sxm5", "NVIDIA H100"):
+        common = find_peaks(name, None)
+        assert common is not None
+        assert common.memory_bytes == 80e9
+        rare = find_peaks(name, int(64e9))
+        assert rare is not None
+        assert rare.memory_bytes_per_s == 2.039e12
+
+
+def test_known_devices_begin_with_those_alike() -> None:
+    assert known_devices("A100")[0].startswith("NVIDIA A100")
+    assert len(known_devices()) == len(ROWS)
 
 
 def test_no_row_shadows_another() -> None:
