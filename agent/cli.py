@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Mapping
@@ -96,4 +97,5 @@ def main() -> None:
     """Entry point of the `gpuidle` program."""
     # Nothing here multiplies matrices: OpenBLAS need not start a thread a core when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()  # until everything is imported, and none of it is garbage: `run_until_signalled` enables it
     group(prog_name="gpuidle", auto_envvar_prefix="GPUIDLE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import signal
 import socket
@@ -202,6 +203,8 @@ async def run_until_signalled(
     `give_stop` is handed a function that ends the run and may be called from any thread. A second signal
     ends the program at once.
     """
+    gc.freeze()
+    gc.enable()
     loop = asyncio.get_running_loop()
     closing: set[asyncio.Task[None]] = set()
 

@@ -165,8 +165,9 @@ class TerminalExporter:
             if self._press_all(self._keys_waiting()):
                 self._on_quit()
                 return
-            # A frame that came at once waits for its turn; a key is answered without one.
-            if state[1] == self._options:
+            # A frame that came at once waits for its turn; a key is answered without one, and so is the
+            # first frame: until it comes the screen is empty.
+            if state[1] == self._options and state[0] is not None:
                 stop.wait(max(0.0, pause - time.monotonic()))
 
     def _size(self) -> ConsoleDimensions:
