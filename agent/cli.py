@@ -18,6 +18,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "watch": ("watch", "Show live what the GPUs of this node do and why compute stands idle."),
     "run": ("run", "Run as a service that exports metrics."),
     "record": ("record", "Write what is read to a session file."),
+    "plan": ("plan", "Say what a model can do on a GPU at best: time of a step, idle compute, cost."),
+    "calibrate": ("calibrate", "Measure what this device reaches in matrix products and copies."),
 }
 
 
