@@ -94,8 +94,11 @@ def kv_bytes_of(quantisation: Mapping[str, object] | None) -> float | None:
     if not isinstance(inner, Mapping):
         return None
     scheme = inner.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping) and isinstance(scheme.get("num_bits"), int):
-        return cast("int", scheme["num_bits"]) / 8
+    if isinstance(scheme, Mapping):
+        bits = scheme.get("num_bits")
+        if isinstance(bits, int) and bits in {4, 8}:
+            return bits / 8
+        raise UnknownQuantisation(f"unknown KV cache format of {bits!r} bits")
     algorithm = inner.get("kv_cache_quant_algo")
     if algorithm is None and isinstance(scheme, str):
         algorithm = scheme
@@ -117,8 +120,11 @@ def is_excluded(module: str, patterns: Sequence[str]) -> bool:
     for written in patterns:
         pattern = written.replace("language_model.", "")
         if pattern.startswith("re:"):
-            if re.match(pattern[3:], module):
-                return True
+            try:
+                if re.match(pattern[3:], module):
+                    return True
+            except re.error as error:
+                raise UnknownQuantisation(f"exclusion {written!r}: {error}: FLOP basis absent") from error
         elif "*" in pattern:
             if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*"):
                 return True
@@ -134,9 +140,20 @@ def _strings(value: object) -> list[str]:
 def _number(block: Mapping[str, object], *keys: str) -> int:
     for key in keys:
         value = block.get(key)
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 1 << 20:
             return value
     raise UnknownQuantisation(f"the quantisation block lacks {' or '.join(keys)}")
+
+
+def _bits(block: Mapping[str, object]) -> int:
+    bits = _number(block, "bits", "w_bit")
+    if bits not in {2, 3, 4, 8}:
+        raise UnknownQuantisation(f"weights of {bits} bits: FLOP basis absent")
+    return bits
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20
 
 
 def _except(fmt: WeightFormat, plain: WeightFormat, patterns: Sequence[str]) -> FormatOf:
@@ -153,14 +170,14 @@ _ROUTERS = (
 
 
 def _awq(block: Mapping[str, object], plain: WeightFormat) -> FormatOf:
-    bits, group = _number(block, "bits", "w_bit"), _number(block, "group_size", "q_group_size")
+    bits, group = _bits(block), _number(block, "group_size", "q_group_size")
     zeros = block.get("zero_point", True)
     fmt = integer_format(bits, group, zero_bits=bits if zeros else 0)
     return _except(fmt, plain, (*_NEVER, *_ROUTERS, *_strings(block.get("modules_to_not_convert"))))
 
 
 def _gptq(block: Mapping[str, object], plain: WeightFormat) -> FormatOf:
-    bits, group = _number(block, "bits"), _number(block, "group_size")
+    bits, group = _bits(block), _number(block, "group_size")
     fmt = integer_format(bits, group, zero_bits=bits)
     never = _ROUTERS if block.get("lm_head") else (*_NEVER, *_ROUTERS)
     return _except(fmt, plain, (*never, *_strings(block.get("modules_to_not_convert"))))
@@ -169,8 +186,10 @@ def _gptq(block: Mapping[str, object], plain: WeightFormat) -> FormatOf:
 def _fp8(block: Mapping[str, object], plain: WeightFormat) -> FormatOf:
     size = block.get("weight_block_size")
     fmt = FP8
-    if isinstance(size, (list, tuple)) and len(size) == 2:
-        fmt = WeightFormat(f"fp8-block{size[0]}", 8 + 32 / (int(size[0]) * int(size[1])), "fp8")
+    if size is not None:
+        if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(_positive(side) for side in size)):
+            raise UnknownQuantisation(f"weight_block_size {size!r}: FLOP basis absent")
+        fmt = WeightFormat(f"fp8-block{size[0]}", 8 + 32 / (size[0] * size[1]), "fp8")
     ignored = _strings(block.get("ignored_layers")) + _strings(block.get("modules_to_not_convert"))
     return _except(fmt, plain, (*_NEVER, *_ROUTERS, *ignored))
 
@@ -216,9 +235,7 @@ def _modelopt(block: Mapping[str, object], plain: WeightFormat) -> FormatOf:
         layers = block.get("quantized_layers")
         if not isinstance(layers, Mapping):
             raise UnknownQuantisation("MIXED_PRECISION without quantized_layers: FLOP basis absent")
-        named = {
-            str(name): _modelopt_format(cast("Mapping[str, object]", row)) for name, row in layers.items()
-        }
+        named = {str(name): _modelopt_format(_group(row)) for name, row in layers.items()}
 
         def of(module: str) -> WeightFormat:
             for parent in _parents(module):
@@ -237,8 +254,8 @@ def _modelopt_format(block: Mapping[str, object]) -> WeightFormat:
     if algorithm in {"W4A16_AWQ", "W4A16", "INT4_AWQ"}:
         return integer_format(4, _number(block, "group_size"), zero_bits=0)
     if algorithm == "W4A8_AWQ":
-        group = _number(block, "group_size")
-        return WeightFormat(f"int4-g{group}-a8", 4 + 16 / group, "fp8")
+        stored = integer_format(4, _number(block, "group_size"), zero_bits=0)
+        return WeightFormat(f"{stored.name}-a8", stored.bits, "fp8")
     if algorithm in {"W8A16", "W8A16_WEIGHT_ONLY"}:
         return integer_format(8, 0, zero_bits=0)
     raise UnknownQuantisation(f"unknown ModelOpt algorithm {algorithm or '(unnamed)'}: FLOP basis absent")
@@ -256,7 +273,7 @@ def _compressed_tensors(block: Mapping[str, object], plain: WeightFormat) -> For
         raise UnknownQuantisation("compressed-tensors without config_groups: FLOP basis absent")
     ignored = _strings(block.get("ignore"))
     rules: list[tuple[list[str], WeightFormat]] = [
-        (_strings(group.get("targets")), _compressed_format(group)) for group in groups.values()
+        (_strings(group.get("targets")), _compressed_format(group)) for group in map(_group, groups.values())
     ]
 
     def of(module: str) -> WeightFormat:
@@ -271,6 +288,12 @@ def _compressed_tensors(block: Mapping[str, object], plain: WeightFormat) -> For
         return plain
 
     return of
+
+
+def _group(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise UnknownQuantisation("a quantisation group that is no table: FLOP basis absent")
+    return cast("Mapping[str, object]", value)
 
 
 def _compressed_format(group: Mapping[str, object]) -> WeightFormat:
@@ -293,7 +316,7 @@ def _compressed_format(group: Mapping[str, object]) -> WeightFormat:
         return fmt if act_bits == 8 else WeightFormat(f"{fmt.name}-w8a16", fmt.bits, "bf16")
     if kind == "int" and bits == 8 and act_bits == 8 and act_kind == "int":
         return INT8
-    if kind == "int" and isinstance(bits, int) and act_bits is None:
+    if kind == "int" and isinstance(bits, int) and bits in {2, 3, 4, 8} and act_bits is None:
         return integer_format(bits, group_size, zero_bits=0 if weights.get("symmetric", True) else bits)
     if kind == "int" and bits == 4 and act_bits == 8:
         compute = "int8" if act_kind == "int" else "fp8"

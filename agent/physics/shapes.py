@@ -40,6 +40,10 @@ __all__ = [
     "shape_from_config",
 ]
 
+_LARGEST = 1 << 32
+_MOST_LAYERS = 4096
+"""Sizes beyond these are damage, and would be counted layer by layer for hours."""
+
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -129,6 +133,8 @@ class _Builder:
         self.format_of: FormatOf = formats(self.block, self.plain)
         self.hidden = self.size("hidden")
         self.layers = self.size("layers")
+        if self.layers > _MOST_LAYERS:
+            raise UnknownArchitecture(f"{model_type} with {self.layers} layers: FLOP basis absent")
         self.heads = self.size("heads")
         self.vocab = self.size("vocab")
         self.kv_heads = self._kv_heads()
@@ -144,7 +150,7 @@ class _Builder:
             value = self.family.defaults.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
             raise UnknownArchitecture(
                 f"{self.model_type} configuration: {key} is {value!r}: FLOP basis absent"
             )
@@ -340,7 +346,9 @@ class _Builder:
             return [layer >= first and layer % every == 0 for layer in count]
         step = self._integer("decoder_sparse_step") or 1
         listed = self.text.values.get("mlp_only_layers")
-        dense = set(listed) if isinstance(listed, (list, tuple)) else set()
+        dense = (
+            [each for each in listed if isinstance(each, int)] if isinstance(listed, (list, tuple)) else []
+        )
         return [layer not in dense and (layer + 1) % step == 0 for layer in count]
 
     def _windows(self) -> list[int | None]:
