@@ -7,7 +7,7 @@ so that sums are exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -132,7 +132,7 @@ def rate_column(values: object) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class StepSeries:
-    """Forward passes of one engine, one row a step, in order of `end_ns`.
+    """Forward passes of one engine core, one row a step, in order of `end_ns`.
 
     All columns are int64 of the same length, times in CLOCK_MONOTONIC nanoseconds; an unknown column is
     None. `start_ns` is max(submission, end of the step before), so that steps are disjoint.
@@ -148,17 +148,21 @@ class StepSeries:
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
     prefill_tokens: NDArray[np.int64] | None = None
-    """Prompt tokens computed in the step."""
+    """Prompt tokens computed in the step, also those of a preempted request that are computed again."""
     decode_tokens: NDArray[np.int64] | None = None
     """Decode rows scheduled in the step (k+1 a sequence under speculation)."""
     delivered_tokens: NDArray[np.int64] | None = None
     """Tokens handed out by the step."""
     sequences: NDArray[np.int64] | None = None
     kv_tokens: NDArray[np.int64] | None = None
-    """Tokens of context read, summed over the sequences."""
+    """Tokens of context before the step's own, summed over the sequences."""
     draft_tokens: NDArray[np.int64] | None = None
     accepted_tokens: NDArray[np.int64] | None = None
     preemptions: NDArray[np.int64] | None = None
+    recomputed_tokens: NDArray[np.int64] | None = None
+    """Those of `prefill_tokens` that were computed before and lost to a preemption: not useful."""
+    rank: str = field(default="0", kw_only=True)
+    """The engine core (data-parallel rank) that made the steps, as in `EngineCounters.rank`."""
 
     def __len__(self) -> int:
         """Return the number of steps."""

@@ -51,6 +51,7 @@ _COLUMNS = {
             "draft_tokens",
             "accepted_tokens",
             "preemptions",
+            "recomputed_tokens",
         ),
         "<i8",
     ),
