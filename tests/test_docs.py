@@ -15,7 +15,9 @@ def test_the_tests_that_the_table_of_faults_names_exist() -> None:
     for path, function in named:
         file = ROOT / path
         assert file.is_file(), path
-        assert not function or re.search(rf"^(async )?def {function}\(", file.read_text(), re.M), function
+        assert not function or re.search(rf"^(async )?def {function}\(", file.read_text(), re.MULTILINE), (
+            function
+        )
 
 
 def test_links_between_documents_lead_somewhere() -> None:

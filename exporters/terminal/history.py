@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from gpuidle.agent.model import PHASES, Frame, GpuFrame, Phase
 
@@ -14,8 +15,7 @@ TRAILING_NS = 60_000_000_000
 """How far back the ledger on screen reaches."""
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(msgspec.Struct, frozen=True):
     """Where the time of one device went over the trailing windows; `causes_ns` sums to `window_ns`."""
 
     window_ns: int
@@ -27,8 +27,7 @@ class Ledger:
     """Over the same windows; None where it is not known over all of them."""
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(msgspec.Struct, frozen=True):
     """One device over the frames kept."""
 
     steps: tuple[GpuFrame | None, ...]

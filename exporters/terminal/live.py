@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import IO, TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from gpuidle.agent.model import Frame
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import IO
+
+from msgspec.structs import replace
 
 from gpuidle.agent.codec import encode_frame
 from gpuidle.agent.model import Frame

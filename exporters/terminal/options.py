@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import tzinfo
 from typing import Literal
+
+import msgspec
 
 View = Literal["main", "problems", "help"]
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(msgspec.Struct, frozen=True):
     """A recording that is played; the ends are CLOCK_MONOTONIC of the recorded node, None if not known."""
 
     name: str
@@ -18,8 +18,7 @@ class Replay:
     end_ns: int | None = None
 
 
-@dataclass(frozen=True)
-class ScreenOptions:
+class ScreenOptions(msgspec.Struct, frozen=True):
     """How a screen is drawn; everything that is not in the frames."""
 
     colour: bool = True

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timezone
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.exporters.terminal import frames as made
 
 from gpuidle.agent.codec import decode_frame, encode_frame
@@ -204,4 +204,4 @@ def test_the_picture_holds_the_message_and_is_the_same_each_time(tmp_path: Path)
 
 def test_options_are_not_guessed() -> None:
     with pytest.raises(TypeError):
-        replace(OPTIONS, color=False)  # type: ignore[call-arg]
+        replace(OPTIONS, color=False)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from datetime import timezone
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.exporters.terminal import frames as made
 
 from gpuidle.agent.model import CollectorRun, Frame, Problem
