@@ -25,11 +25,13 @@ class ExpositionError(ValueError):
 
 
 class Sample(NamedTuple):
-    """One line: name, labels, value (NaN and infinities are passed on)."""
+    """One line: name, labels, value (NaN and infinities are passed on), and its time stamp if it has one."""
 
     name: str
     labels: dict[str, str]
     value: float
+    stamp_ms: float | None = None
+    """Milliseconds of the wall clock."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Page:
 def parse_page(
     text: str, wanted: AbstractSet[str], *, max_lines: int = 200_000, max_series: int = 20_000
 ) -> Page:
-    """Return the samples of `text` whose name is in `wanted`; time stamps are left out.
+    """Return the samples of `text` whose name is in `wanted`.
 
     Names in quotes (the UTF-8 form) are passed over: no engine has one.
 
@@ -77,7 +79,7 @@ def parse_page(
 
 def _bare(name: str, line: str) -> Sample | None:
     value = _value(line.strip()[len(name) :])
-    return None if value is None else Sample(name, {}, value)
+    return None if value is None else Sample(name, {}, *value)
 
 
 def _labelled(name: str, line: str, at: int) -> Sample | None:
@@ -99,16 +101,16 @@ def _labelled(name: str, line: str, at: int) -> Sample | None:
         if closing == "}":
             break
     value = _value(line[at:])
-    return None if value is None else Sample(name, labels, value)
+    return None if value is None else Sample(name, labels, *value)
 
 
 def _unescape(match: re.Match[str]) -> str:
     return _ESCAPES[match.group()]
 
 
-def _value(text: str) -> float | None:
-    """Return the value before an optional time stamp."""
+def _value(text: str) -> tuple[float, float | None] | None:
+    """Return the value and the time stamp that may follow it."""
     parts = text.split()
     if not 1 <= len(parts) <= 2 or any(_NUMBER.fullmatch(part) is None for part in parts):
         return None
-    return float(parts[0])
+    return float(parts[0]), float(parts[1]) if len(parts) == 2 else None
