@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from gpuidle.agent.model import ClockEvent, GpuProcess, GpuReading, Problem
 from gpuidle.collectors.counters import nvml_faults as faults
-from gpuidle.collectors.counters.nvml_binding import error_text, nvml, process_list, text
+from gpuidle.collectors.counters.nvml_binding import error_text, nvml, text
+from gpuidle.collectors.counters.nvml_events import ErrorCounts
+from gpuidle.collectors.counters.nvml_guard import (
+    MAX_BYTES,
+    MAX_CELSIUS,
+    MAX_JOULES,
+    MAX_MEGAHERTZ,
+    MAX_WATTS,
+    Guard,
+)
+from gpuidle.collectors.counters.nvml_processes import ShareReader, processes
 
-UNKNOWN_IN_A_ROW = 3
-"""So many unknown errors before the first answer mean that the device is gone: each can take long."""
-
-# What no device of today reaches, and every blank of a driver (0x7ffffff0, 2^32-1, 2^63...) exceeds.
-MAX_WATTS = 10_000
-MAX_CELSIUS = 200
-MAX_MEGAHERTZ = 10_000
-MAX_JOULES = 1e15
-MAX_BYTES = 2**50
+MOST_INSTANCES = 16
+"""NVIDIA's GPUs have 7 at most; the driver is asked, and not believed beyond this."""
 
 CLOCK_EVENTS: tuple[tuple[int, ClockEvent], ...] = (
     (0x1, "gpu_idle"),
@@ -35,54 +40,6 @@ CLOCK_EVENTS: tuple[tuple[int, ClockEvent], ...] = (
 )
 """Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h)."""
 
-PROCESS_LISTS = ("Compute", "Graphics", "MPSCompute")
-
-
-@dataclass
-class Guard:
-    """Runs the reads of one device, turning errors into absence and Problems.
-
-    Raises DeviceLost or SessionLost where going on with this device makes no sense.
-    """
-
-    hw_id: str
-    problems: list[Problem] = field(default_factory=list)
-    answered: bool = False
-    unknown: int = 0
-
-    def get(self, name: str, call: Callable[..., Any], *args: object) -> Any:
-        """Return `call(*args)`, or None with a Problem about the field `name`."""
-        try:
-            value = call(*args)
-        except nvml.NVMLError as error:
-            self._failed(name, error.value)
-            return None
-        self.answered = True
-        return value
-
-    def number(self, name: str, limit: float, call: Callable[..., Any], *args: object) -> Any:
-        """Return a number between 0 and `limit`, or None."""
-        return self.bounded(name, limit, self.get(name, call, *args))
-
-    def bounded(self, name: str, limit: float, value: Any) -> Any:
-        """Return `value` unless it is beyond `limit`: then None with a Problem."""
-        if value is None or 0 <= value <= limit:
-            return value
-        self.problems.append(faults.bad_reading(name, value, self.hw_id))
-        return None
-
-    def _failed(self, name: str, code: int) -> None:
-        if code in faults.SESSION_LOST:
-            raise faults.SessionLost(faults.session_problem(code, error_text(code)))
-        if code == faults.GPU_IS_LOST:
-            raise faults.DeviceLost(code)
-        if code == faults.UNKNOWN and not self.answered:
-            self.unknown += 1
-            if self.unknown == UNKNOWN_IN_A_ROW:
-                raise faults.DeviceLost(code)
-        if code not in faults.BY_NATURE:
-            self.problems.append(faults.field_problem(name, code, error_text(code), self.hw_id))
-
 
 @dataclass(frozen=True)
 class Device:
@@ -96,7 +53,24 @@ class Device:
     power_limit_watts: float | None
     sm_clock_max_hz: int | None
     memory_clock_max_hz: int | None
+    splits: bool
+    """Whether it can be split into MIG instances."""
     problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a reading needs besides the device."""
+
+    now_ns: int
+    """The tick's, CLOCK_MONOTONIC."""
+    clock: Callable[[], int]
+    """Gives the moment of each reading, CLOCK_MONOTONIC."""
+    wall_us: int
+    driver_version: str | None
+    pid_max: int
+    binding: str
+    """The version of nvidia-ml-py, for a Problem's text."""
 
 
 def open_device(index: int) -> Device:
@@ -130,25 +104,37 @@ def open_device(index: int) -> Device:
         power_limit_watts=None if limit is None else limit / 1000,
         sm_clock_max_hz=sm_max,
         memory_clock_max_hz=memory_max,
+        splits=guard.get("MIG mode", nvml.nvmlDeviceGetMigMode, handle) is not None,
         problems=tuple(guard.problems),
     )
 
 
 def read_device(
-    device: Device, driver_version: str | None, pid_max: int, binding: str, clock: Callable[[], int]
-) -> tuple[GpuReading, list[Problem]]:
-    """Return the device at this moment and what could not be read of it.
-
-    `clock` gives the moment of the reading, taken beside the energy counter; `binding` is the version of
-    nvidia-ml-py, for a Problem's text.
+    device: Device, moment: Moment, shares: ShareReader, errors: ErrorCounts
+) -> tuple[list[GpuReading], list[Problem]]:
+    """Return the device at this moment, with its MIG instances after it, and what could not be read.
 
     Raises:
         DeviceLost: the device does not answer.
         SessionLost: NVML as a whole failed.
     """
-    guard, handle = Guard(device.hw_id), device.handle
+    guard = Guard(device.hw_id)
+    split = device.splits and bool(
+        (guard.get("MIG mode", nvml.nvmlDeviceGetMigMode, device.handle) or [0])[0]
+    )
+    whole = _read_whole(device, moment, guard, shares, errors, split=split)
+    if guard.unknown and not guard.answered:
+        raise faults.DeviceLost(faults.UNKNOWN)
+    instances = _read_instances(device, whole, moment, guard) if split else []
+    return [whole, *instances], guard.problems
+
+
+def _read_whole(
+    device: Device, moment: Moment, guard: Guard, shares: ShareReader, errors: ErrorCounts, *, split: bool
+) -> GpuReading:
+    handle = device.handle
     energy = guard.number("energy (mJ)", MAX_JOULES * 1000, nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-    read_ns = clock()
+    read_ns = moment.clock()
     power = guard.number("power (mW)", MAX_WATTS * 1000, nvml.nvmlDeviceGetPowerUsage, handle)
     celsius = guard.number(
         "temperature (°C)", MAX_CELSIUS, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
@@ -159,12 +145,12 @@ def read_device(
     if utilization is not None:
         gpu_percent = guard.bounded("GPU utilisation (%)", 100, utilization.gpu)
         memory_percent = guard.bounded("memory utilisation (%)", 100, utilization.memory)
-    reading = GpuReading(
+    return GpuReading(
         hw_id=device.hw_id,
         index=device.index,
         name=device.name,
         read_ns=read_ns,
-        driver_version=driver_version,
+        driver_version=moment.driver_version,
         compute_capability=device.compute_capability,
         memory_total_bytes=total,
         memory_used_bytes=used,
@@ -181,11 +167,75 @@ def read_device(
         clock_events=_clock_events(guard, handle),
         busy_ratio=None if gpu_percent is None else gpu_percent / 100,
         memory_busy_ratio=None if memory_percent is None else memory_percent / 100,
-        processes=_processes(guard, handle, pid_max, total, binding),
+        # The processes of a split GPU are those of its instances: listed here too, they would count twice.
+        processes=None if split else _processes(guard, handle, moment, total, shares),
+        error_counts=_errors(guard, errors, moment.now_ns),
     )
-    if guard.unknown and not guard.answered:
-        raise faults.DeviceLost(faults.UNKNOWN)
-    return reading, guard.problems
+
+
+def _processes(
+    guard: Guard, handle: object, moment: Moment, total: int | None, shares: ShareReader | None
+) -> tuple[GpuProcess, ...] | None:
+    found = processes(guard, handle, moment.pid_max, total, moment.binding)
+    return shares.read(guard, handle, found, moment.wall_us) if shares is not None and found else found
+
+
+def _errors(guard: Guard, errors: ErrorCounts, now_ns: int) -> dict[str, int] | None:
+    if errors.events is not None:
+        guard.problems.extend(guard.get("events", errors.read, now_ns) or ())
+    return None if errors.counts is None else dict(errors.counts)
+
+
+def _read_instances(device: Device, whole: GpuReading, moment: Moment, guard: Guard) -> list[GpuReading]:
+    """Return the MIG instances of a split GPU.
+
+    Power, energy, temperature and utilisation are told of the whole only; the clock is the chip's.
+    """
+    count = guard.number(
+        "number of MIG devices", MOST_INSTANCES, nvml.nvmlDeviceGetMaxMigDeviceCount, device.handle
+    )
+    found: list[GpuReading] = []
+    for index in range(count or 0):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(device.handle, index)
+            hw_id = text("nvmlDeviceGetUUID", handle)
+            gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+        except nvml.NVMLError as error:
+            if error.value in faults.SESSION_LOST:
+                raise faults.SessionLost(
+                    faults.session_problem(error.value, error_text(error.value))
+                ) from None
+            if error.value not in (faults.NOT_FOUND, faults.INVALID_ARGUMENT):
+                guard.problems.append(
+                    faults.field_problem(
+                        f"MIG device {index}", error.value, error_text(error.value), device.hw_id
+                    )
+                )
+            continue
+        own = Guard(hw_id)
+        total, used = _memory(own, handle)
+        found.append(
+            msgspec.structs.replace(
+                whole,
+                hw_id=hw_id,
+                name=own.get("the name", text, "nvmlDeviceGetName", handle) or f"{device.name} MIG",
+                read_ns=moment.clock(),
+                parent_hw_id=device.hw_id,
+                instance_id=gpu_instance,
+                memory_total_bytes=total,
+                memory_used_bytes=used,
+                power_watts=None,
+                power_limit_watts=None,
+                energy_joules=None,
+                temperature_celsius=None,
+                busy_ratio=None,
+                memory_busy_ratio=None,
+                processes=_processes(own, handle, moment, total, None),
+                error_counts=None,
+            )
+        )
+        guard.problems.extend(own.problems)
+    return found
 
 
 def _clock(guard: Guard, name: str, call: Callable[..., Any], handle: object, domain: int) -> int | None:
@@ -236,26 +286,3 @@ def _clock_events(guard: Guard, handle: object) -> tuple[str, ...] | None:
             )
         )
     return tuple(word for bit, word in CLOCK_EVENTS if mask & bit)
-
-
-def _processes(
-    guard: Guard, handle: object, pid_max: int, total: int | None, binding: str
-) -> tuple[GpuProcess, ...] | None:
-    """Merge the three lists by PID: a process can stand in several, with the same memory."""
-    lists = [guard.get(f"{kind.lower()} processes", process_list, kind, handle) for kind in PROCESS_LISTS]
-    if lists[0] is None:
-        return None  # without the compute processes the others would look like all there is
-    entries = [entry for some in lists if some is not None for entry in some]
-    bad = tuple(pid for pid, _ in entries if not 0 < pid <= pid_max)
-    if bad:
-        guard.problems.append(faults.garbled_processes(bad, len(entries), binding, guard.hw_id))
-    merged: dict[int, int | None] = {}
-    for pid, used in entries:
-        if not 0 < pid <= pid_max:
-            continue
-        memory = guard.bounded(f"memory of process {pid} (bytes)", total or MAX_BYTES, used)
-        before = merged.get(pid)
-        merged[pid] = memory if before is None else max(before, memory or 0)
-    if bad and not merged:
-        return None  # nothing of the list can be believed, which is not the same as no process
-    return tuple(GpuProcess(pid=pid, used_memory_bytes=merged[pid]) for pid in sorted(merged))

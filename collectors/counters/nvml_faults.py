@@ -12,12 +12,15 @@ from gpuidle.agent.model import Problem
 SOURCE = "nvml"
 
 UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
+NOT_FOUND = 6
 INSUFFICIENT_SIZE = 7
 DRIVER_NOT_LOADED = 9
 LIBRARY_NOT_FOUND = 12
 FUNCTION_NOT_FOUND = 13
+TIMEOUT = 10
 GPU_IS_LOST = 15
 LIB_RM_VERSION_MISMATCH = 18
 ARGUMENT_VERSION_MISMATCH = 25
@@ -108,6 +111,27 @@ def device_problem(code: int, text: str, index: int, hw_id: str | None) -> Probl
         message=f"GPU {index} does not answer: {text} (error {code})",
         remedy=remedy,
         subject=hw_id or f"gpu{index}",
+    )
+
+
+def hanging(index: int, seconds: float, hw_id: str | None) -> Problem:
+    """Return why the device at `index` is absent: a call has not returned for `seconds`."""
+    return Problem(
+        source=SOURCE,
+        kind="gpu_hanging",
+        message=f"GPU {index} has not answered for {seconds:.1f} s: it is left alone, its values are absent",
+        remedy="See `dmesg` for Xid lines; reset the GPU (`nvidia-smi --gpu-reset`) or reboot.",
+        subject=hw_id or f"gpu{index}",
+    )
+
+
+def session_hanging(seconds: float) -> Problem:
+    """Return why no device can be read: the driver has not answered for `seconds`."""
+    return Problem(
+        source=SOURCE,
+        kind="driver_hanging",
+        message=f"the NVIDIA driver has not answered for {seconds:.1f} s: no GPU can be read",
+        remedy="It can take some seconds to start without the persistence daemon; else see `dmesg`.",
     )
 
 

@@ -15,6 +15,8 @@ from gpuidle.agent.model import GpuProcess, GpuReading, Problem, Reading
 from gpuidle.collectors.counters.nvml import PID_LIMIT, read_pid_max
 
 PID_MAX = read_pid_max(Path("/proc"))
+OF_SOME = {"parent_hw_id", "instance_id", "error_counts"}
+"""Fields that a whole GPU without events does not have."""
 UUID_0, UUID_1 = (f"GPU-00000000-0000-4000-8000-{index:012x}" for index in (0, 1))
 
 
@@ -56,7 +58,7 @@ def the_problem(reading: Reading) -> Problem:
 
 def absents(reading: Reading) -> set[str]:
     gpu = only_gpu(reading)
-    return {name for name in GpuReading.__struct_fields__ if getattr(gpu, name) is None} - {"parent_hw_id"}
+    return {name for name in GpuReading.__struct_fields__ if getattr(gpu, name) is None} - OF_SOME
 
 
 def test_every_field_is_what_the_driver_says_in_our_units(node: CollectorProcess) -> None:
@@ -303,12 +305,6 @@ def test_a_process_name_in_another_code_page_costs_nothing(node: CollectorProces
 def test_one_function_that_fails_costs_its_own_fields(
     node: CollectorProcess, function: str, absent: set[str]
 ) -> None:
-    def absents(reading: Reading) -> set[str]:
-        gpu = only_gpu(reading)
-        return {name for name in GpuReading.__struct_fields__ if getattr(gpu, name) is None} - {
-            "parent_hw_id"
-        }
-
     gpus = (Gpu(processes=(Process(7, 70),)),)
     node.write(Scenario(gpus=gpus, faults=(Fault(function, "NOT_SUPPORTED"),)))
     by_nature = node.read(1)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from tests.doubles.nvml.library import BuildError, build
 from tests.doubles.nvml.scenario import (
+    EVENT_TYPES,
     SCENARIO_VARIABLE,
+    Event,
     Fault,
+    GpmMetric,
     Gpu,
+    MigInstance,
     Process,
     ProcessUtilization,
     Scenario,
@@ -19,10 +23,14 @@ from tests.doubles.nvml.scenario import (
 )
 
 __all__ = [
+    "EVENT_TYPES",
     "SCENARIO_VARIABLE",
     "BuildError",
+    "Event",
     "Fault",
+    "GpmMetric",
     "Gpu",
+    "MigInstance",
     "Process",
     "ProcessUtilization",
     "Scenario",

@@ -20,6 +20,7 @@ static struct stat seen;
 static char seen_path[4096];
 static int initialised; /* NVML counts nvmlInit against nvmlShutdown */
 static struct nvmlDevice_st devices[MAX_GPUS];
+static struct nvmlDevice_st instances[MAX_GPUS][MAX_INSTANCES];
 
 static int same_file(const struct stat *a, const struct stat *b)
 {
@@ -40,11 +41,16 @@ static void refresh(void)
     generation++;
 }
 
-static long long now_ms(void)
+long long now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static long long now_ms(void)
+{
+    return now_ns() / 1000000;
 }
 
 /* Sleep without the lock. A changed scenario wakes the sleeper, so that a test can end a hang. */
@@ -100,7 +106,7 @@ static int fits_kernel(void)
 
 static struct call enter(const char *function, int index, int needs_init)
 {
-    struct call call = {.locked = 1, .scenario = &scenario, .index = index};
+    struct call call = {.locked = 1, .scenario = &scenario, .index = index, .instance = WHOLE_GPU};
     pthread_mutex_lock(&lock);
     refresh();
     call.result = apply_faults(function, index);
@@ -139,25 +145,63 @@ struct call call_enter_index(const char *function, unsigned int index)
     return call;
 }
 
+static int place_of(nvmlDevice_t device, int *index, int *instance)
+{
+    int mig = device >= &instances[0][0] && device < &instances[0][0] + MAX_GPUS * MAX_INSTANCES;
+    if (!mig && !(device >= devices && device < devices + MAX_GPUS)) return 0;
+    *index = mig ? (int)((device - &instances[0][0]) / MAX_INSTANCES) : (int)(device - devices);
+    *instance = mig ? (int)((device - &instances[0][0]) % MAX_INSTANCES) : WHOLE_GPU;
+    return 1;
+}
+
 struct call call_enter_device(const char *function, nvmlDevice_t device)
 {
-    int known = device >= devices && device < devices + MAX_GPUS;
-    int index = known ? (int)(device - devices) : NO_GPU;
+    int index = NO_GPU, instance = WHOLE_GPU;
+    int known = place_of(device, &index, &instance);
     struct call call = enter(function, index, 1);
     if (call.result != NVML_SUCCESS) return call;
+    call.instance = instance;
     if (!known)
         refuse(&call, NVML_ERROR_INVALID_ARGUMENT);
     else if (index >= scenario.gpu_count)
         refuse(&call, NVML_ERROR_GPU_IS_LOST);
-    else
+    else if (instance == WHOLE_GPU)
         call.gpu = &scenario.gpus[index];
+    else if (instance >= scenario.instance_count[index])
+        refuse(&call, NVML_ERROR_INVALID_ARGUMENT); /* the instance is gone, and its handle with it */
+    else
+        call.gpu = &scenario.instances[index][instance];
     return call;
+}
+
+/* A call that concerns the GPU at `index` without a handle: faults of that GPU are its own too. */
+struct call call_enter_events(const char *function, int index)
+{
+    return enter(function, index, 1);
+}
+
+/* Let others in for a while. Returns the milliseconds that passed; the scenario may be another one after. */
+int call_pause(struct call *call, long long milliseconds)
+{
+    struct timespec pause = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
+    (void)call;
+    pthread_mutex_unlock(&lock);
+    nanosleep(&pause, NULL);
+    pthread_mutex_lock(&lock);
+    refresh();
+    return (int)milliseconds;
 }
 
 nvmlDevice_t device_handle(int index)
 {
-    devices[index].index = index;
+    devices[index] = (struct nvmlDevice_st){index, WHOLE_GPU};
     return &devices[index];
+}
+
+nvmlDevice_t instance_handle(int index, int instance)
+{
+    instances[index][instance] = (struct nvmlDevice_st){index, instance};
+    return &instances[index][instance];
 }
 
 /* The generated stubs end here: what is not implemented can still be made to fail or to hang. */

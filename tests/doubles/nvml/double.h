@@ -13,7 +13,9 @@
 #pragma GCC visibility pop
 
 #define MAX_GPUS 64
+#define MAX_INSTANCES 7
 #define NO_GPU (-1)
+#define WHOLE_GPU (-1)
 
 struct entry {
     const char *key;
@@ -40,12 +42,17 @@ struct scenario {
     struct section system;
     struct section gpus[MAX_GPUS];
     int gpu_count;
+    struct section instances[MAX_GPUS][MAX_INSTANCES]; /* MIG devices of a GPU, by their index */
+    int instance_count[MAX_GPUS];
     struct fault *faults;
     int fault_count;
 };
 
+/* A handle names a place, not what stands there: as the header says of MIG devices, it is used again for
+ * another instance, whose properties it then has. */
 struct nvmlDevice_st {
     int index;
+    int instance; /* WHOLE_GPU, or the index of a MIG device */
 };
 
 /* One call in progress. While it lasts it holds the lock, so that the scenario stays as it is. */
@@ -53,13 +60,16 @@ struct call {
     nvmlReturn_t result;
     int locked;
     const struct scenario *scenario;
-    const struct section *gpu; /* NULL for calls that concern no device */
+    const struct section *gpu; /* the GPU's or the instance's; NULL for calls that concern no device */
     int index;
+    int instance; /* WHOLE_GPU unless the handle is a MIG device's */
 };
 
 struct call call_enter(const char *function, int needs_init);
 struct call call_enter_index(const char *function, unsigned int index);
 struct call call_enter_device(const char *function, nvmlDevice_t device);
+struct call call_enter_events(const char *function, int index);
+int call_pause(struct call *call, long long milliseconds);
 void call_leave(struct call *call);
 
 #define CALL(expression) \
@@ -72,6 +82,8 @@ void call_leave(struct call *call);
     if (!(pointer)) return NVML_ERROR_INVALID_ARGUMENT
 
 nvmlDevice_t device_handle(int index);
+nvmlDevice_t instance_handle(int index, int instance);
+long long now_ns(void); /* CLOCK_MONOTONIC */
 
 /* scenario.c: look-ups. They return NOT_SUPPORTED when the key is absent. */
 void scenario_read(struct scenario *scenario, const char *path);

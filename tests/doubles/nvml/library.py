@@ -87,7 +87,7 @@ def build() -> Path:
         out = work / "out"
         out.mkdir()
         command = [gcc, *FLAGS, "-shared", f"-Wl,-soname,{LIBRARY}", f"-I{nvml_h.parent}", f"-I{work}"]
-        command += [*map(str, sources), str(work / "stubs.c"), "-o", str(out / LIBRARY), "-lpthread"]
+        command += [*map(str, sources), str(work / "stubs.c"), "-o", str(out / LIBRARY), "-lpthread", "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"gcc failed on the NVML double:\n{done.stderr}")

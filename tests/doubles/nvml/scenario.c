@@ -118,7 +118,10 @@ static const char *add_fault(struct scenario *scenario, char *value)
 static void clear(struct scenario *scenario)
 {
     free(scenario->system.entries);
-    for (int i = 0; i < scenario->gpu_count; i++) free(scenario->gpus[i].entries);
+    for (int i = 0; i < scenario->gpu_count; i++) {
+        free(scenario->gpus[i].entries);
+        for (int j = 0; j < scenario->instance_count[i]; j++) free(scenario->instances[i][j].entries);
+    }
     free(scenario->faults);
     free(text);
     text = NULL;
@@ -137,6 +140,15 @@ static const char *add_line(struct scenario *scenario, struct section **section,
         if (!parse_number(value, &index) || index != (unsigned long long)scenario->gpu_count || index >= MAX_GPUS)
             return "GPUs are numbered 0, 1, 2, ...";
         *section = &scenario->gpus[scenario->gpu_count++];
+        return NULL;
+    }
+    if (!strcmp(line, "instance")) {
+        int gpu = scenario->gpu_count - 1;
+        unsigned long long index;
+        if (gpu < 0 || !parse_number(value, &index)) return "an instance belongs to a GPU";
+        if (index != (unsigned long long)scenario->instance_count[gpu] || index >= MAX_INSTANCES)
+            return "instances are numbered 0, 1, 2, ... 6";
+        *section = &scenario->instances[gpu][scenario->instance_count[gpu]++];
         return NULL;
     }
     add_entry(*section, line, value);

@@ -46,6 +46,96 @@ class ProcessUtilization:
     encoder: int = 0
     decoder: int = 0
     age_ms: int = 0
+    garbage_timestamp_us: int | None = None
+    """Give this sample with this time at every call, whatever was asked for, as some drivers do."""
+
+    def line(self) -> str:
+        """Return the line of the file."""
+        if self.garbage_timestamp_us is not None:
+            return f"utilization_garbage {self.garbage_timestamp_us} {self.pid} {self.sm}"
+        shares = f"{self.sm} {self.memory} {self.encoder} {self.decoder}"
+        return f"utilization_sample {self.pid} {shares} {self.age_ms}"
+
+
+@dataclass(frozen=True)
+class GpmMetric:
+    """One GPM metric: percent below id 20, else MiB/s.
+
+    `steps` are (CLOCK_MONOTONIC ns, value) in order: a value holds until the next one; a single number holds
+    for ever. `code` is the metric's own nvmlReturn. A value beyond 200 %, below 0 or NaN is given as it is.
+    """
+
+    id: int
+    steps: tuple[tuple[int, float], ...] | float
+    code: int = 0
+
+    def line(self) -> str:
+        """Return the line of the file."""
+        steps = ((0, self.steps),) if isinstance(self.steps, (int, float)) else self.steps
+        return f"gpm {self.id} {self.code} " + " ".join(f"{at_ns}:{value!r}" for at_ns, value in steps)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to a GPU at a moment of CLOCK_MONOTONIC; `type` is NVML's bit (8: Xid)."""
+
+    at_ns: int
+    type: int = 8
+    data: int = 0
+    """The Xid."""
+    gpu_instance: int = 0xFFFFFFFF
+
+
+EVENT_TYPES = 0x8 | 0x2 | 0x1 | 0x100 | 0x200
+"""What a data-centre GPU supports: Xid, both ECC events, MIG changes, ECC storms."""
+
+
+@dataclass(frozen=True)
+class MigInstance:
+    """One MIG device, of a GPU instance and a compute instance. By default a 1g.10gb of an H100.
+
+    What stands here is all that NVML tells of an instance: no power, no clock, no utilisation.
+    """
+
+    uuid: str
+    gpu_instance_id: int
+    compute_instance_id: int = 0
+    name: str = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    compute_capability: str = "9.0"
+    multiprocessors: int = 16
+    gpu_slices: int = 1
+    compute_slices: int = 1
+    memory_total_bytes: int = 10_468_982_784
+    memory_used_bytes: int = 0
+    memory_reserved_bytes: int = 0
+    processes: tuple[Process, ...] = ()
+    gpm: tuple[GpmMetric, ...] | None = None
+    gpm_since_ns: int = 0
+    """When its counters began at 0."""
+
+    def lines(self, index: int) -> list[str]:
+        """Return the section of the file for the MIG device at `index` of its GPU."""
+        special = ("processes", "gpm")
+        plain = [
+            (field.name, getattr(self, field.name)) for field in fields(self) if field.name not in special
+        ]
+        return [
+            f"instance {index}",
+            *(f"{key} {escape(value) if isinstance(value, str) else value}" for key, value in plain),
+            *_process_lines(self.processes),
+            *_gpm_lines(self.gpm),
+        ]
+
+
+def _process_lines(processes: tuple[Process, ...]) -> list[str]:
+    return [
+        f"process_{p.kind} {p.pid} {UNKNOWN_MEMORY if p.memory_bytes is None else p.memory_bytes}"
+        for p in processes
+    ]
+
+
+def _gpm_lines(gpm: tuple[GpmMetric, ...] | None) -> list[str]:
+    return [] if gpm is None else ["gpm_support 1", *(metric.line() for metric in gpm)]
 
 
 @dataclass(frozen=True)
@@ -98,15 +188,24 @@ class Gpu:
     max_clock_video_mhz: int | None = 1545
     clock_event_reasons: int | None = 0
     """NVML's bit mask."""
+    mig_mode: int | None = None
+    """0 or 1 where the GPU can be split; 1: a driver then tells no utilisation of the whole."""
+    event_types: int | None = None
     processes: tuple[Process, ...] = ()
     utilization_samples: tuple[ProcessUtilization, ...] = ()
+    instances: tuple[MigInstance, ...] = ()
+    gpm: tuple[GpmMetric, ...] | None = None
+    """None: the GPU has no GPM."""
+    events: tuple[Event, ...] = ()
 
     def lines(self, index: int) -> list[str]:
         """Return the section of the file for the device at `index`."""
         uuid = self.uuid if self.uuid is not None else f"GPU-00000000-0000-4000-8000-{index:012x}"
         bus = self.pci_bus_id if self.pci_bus_id is not None else f"00000000:{0x19 + index:02X}:00.0"
         lines = [f"gpu {index}", f"uuid {escape(uuid)}", f"pci_bus_id {escape(bus)}"]
-        special = ("uuid", "pci_bus_id", "processes", "utilization_samples")
+        special = {"uuid", "pci_bus_id", "processes", "utilization_samples", "instances", "gpm", "events"}
+        if self.mig_mode == 1:
+            special |= {"utilization_gpu_percent", "utilization_memory_percent"}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in special or field.name.startswith("energy_") or value is None:
@@ -114,13 +213,12 @@ class Gpu:
             lines.append(f"{field.name} {escape(value) if isinstance(value, (str, bytes)) else value}")
         if self.energy_mj is not None:
             lines.append(f"energy_mj {self.energy_mj} {self.energy_growth_mj_per_s} {self.energy_since_ns}")
-        for process in self.processes:
-            memory = UNKNOWN_MEMORY if process.memory_bytes is None else process.memory_bytes
-            lines.append(f"process_{process.kind} {process.pid} {memory}")
-        lines += [
-            f"utilization_sample {s.pid} {s.sm} {s.memory} {s.encoder} {s.decoder} {s.age_ms}"
-            for s in self.utilization_samples
-        ]
+        lines += _process_lines(self.processes)
+        lines += [sample.line() for sample in self.utilization_samples]
+        lines += _gpm_lines(self.gpm)
+        lines += [f"event {e.at_ns} {e.type} {e.data} {e.gpu_instance}" for e in self.events]
+        for position, instance in enumerate(self.instances):
+            lines += instance.lines(position)
         return lines
 
 

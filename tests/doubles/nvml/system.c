@@ -105,6 +105,14 @@ static nvmlReturn_t handle_by(const struct call *call, const char *key, const ch
         *device = device_handle(i);
         return NVML_SUCCESS;
     }
+    for (int i = 0; i < call->scenario->gpu_count; i++)
+        for (int j = 0; j < call->scenario->instance_count[i]; j++) {
+            const char *value;
+            if (find_text(&call->scenario->instances[i][j], key, &value) != NVML_SUCCESS || strcmp(value, wanted))
+                continue;
+            *device = instance_handle(i, j);
+            return NVML_SUCCESS;
+        }
     return NVML_ERROR_NOT_FOUND;
 }
 
@@ -130,7 +138,7 @@ nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
 {
     ENTER_DEVICE(device);
     REQUIRE(index);
-    *index = (unsigned int)call.index;
+    *index = (unsigned int)(call.instance == WHOLE_GPU ? call.index : call.instance);
     return NVML_SUCCESS;
 }
 
