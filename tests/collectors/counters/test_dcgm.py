@@ -451,7 +451,12 @@ def test_a_gpu_that_the_exporter_does_not_list_is_named(stack: ExitStack) -> Non
 
 def test_a_slow_exporter_costs_the_reading_thread_nothing(stack: ExitStack) -> None:
     """The thread hangs in its request; `read` answers at once all the same."""
-    hanging = stack.enter_context(raw_server(lambda link: link.settimeout(30) or (link.recv(65536) and None)))
+
+    def hang(link: socket.socket) -> None:
+        while link.recv(65536):
+            pass
+
+    hanging = stack.enter_context(raw_server(hang))
     rung = DcgmRung(hanging, timeout_s=0.5)
     reading = rung.read(SECOND, [gpu(A)])
     assert [status.state for status in reading.status] == ["starting"]
