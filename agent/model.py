@@ -102,6 +102,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
 
 
+CheckStatus = Literal["ok", "limited", "broken"]
+"""ok: as good as it gets here. limited: a right, a setting or a place keeps something better away.
+broken: what should work does not."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that `gpuidle doctor` looked at: what was found, and what would mend it.
+
+    `id` is stable ("nvml.library"; docs/doctor.md lists them all), `subject` as in a Problem.
+    """
+
+    id: str
+    subject: str = ""
+    status: CheckStatus
+    found: str
+    remedy: str = ""
+
+
 # --------------------------------------------------------------------------------------------------------
 # Columns
 
@@ -348,6 +366,10 @@ class EngineReading(msgspec.Struct, frozen=True, kw_only=True):
     """When token counters move: at each step, or only when a request ends."""
     steps_reliable: bool = True
     """False where several front ends each count their share of a step."""
+    namespace: str | None = None
+    """Kubernetes namespace of its pod; None outside a cluster, and where it may not be read."""
+    pod: str | None = None
+    """Name of its pod; None likewise, and for a pod that uses the node's host name."""
     counters: tuple[EngineCounters, ...] | None = None
     """One row a core; None: unobserved."""
 
@@ -509,6 +531,10 @@ class EngineFrame(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     hw_ids: tuple[str, ...] = ()
     """The devices that its processes hold."""
+    namespace: str | None = None
+    """Kubernetes namespace of its pod."""
+    pod: str | None = None
+    """Name of its pod."""
     parallelism: Parallelism = Parallelism()
     window_ns: int = 0
     """The last window read (not settled): of the rates below."""
