@@ -17,7 +17,14 @@ Feed = Callable[[Frame], Iterator["Point"]]
 GPU = ("hw.id", "hw.name", "hw.model", "hw.parent")
 """Of GPU series; `hw.parent` only where the device is a MIG instance."""
 ENGINE = ("gpuidle.engine.id", "gpuidle.engine.name", "gpuidle.model", "gpuidle.role")
-INFO = ("hw.id", "gpuidle.engine.id", "gpuidle.model", "gpuidle.role")
+INFO = (
+    "hw.id",
+    "gpuidle.engine.id",
+    "gpuidle.model",
+    "gpuidle.role",
+    "k8s.namespace.name",
+    "k8s.pod.name",
+)
 
 NO_ENGINE = "none"
 """`gpuidle.engine.id` in the info series of a GPU that no engine holds."""
@@ -145,7 +152,7 @@ def engine_info(frame: Frame) -> Iterator[Point]:
     for gpu in frame.gpus:
         instances = [other for other in frame.gpus if other.parent_hw_id == gpu.hw_id]
         held = sorted({engine_id for device in (gpu, *instances) for engine_id in device.engine_ids})
-        model, role = "", ""
+        model = role = namespace = pod = ""
         if not held:
             engine_id = NO_ENGINE
         elif len(held) > 1:
@@ -154,9 +161,10 @@ def engine_info(frame: Frame) -> Iterator[Point]:
             engine = engines.get(held[0])
             if engine is not None and engine.model is not None:
                 engine_id, model, role = engine.engine_id, engine.model, engine.role
+                namespace, pod = engine.namespace or "", engine.pod or ""
             else:
                 engine_id = UNKNOWN_ENGINE
-        yield Point(tuple(zip(INFO, (gpu.hw_id, engine_id, model, role), strict=True)), 1)
+        yield Point(tuple(zip(INFO, (gpu.hw_id, engine_id, model, role, namespace, pod), strict=True)), 1)
 
 
 # --------------------------------------------------------------------------------------------------------

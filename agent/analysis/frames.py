@@ -96,6 +96,8 @@ def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...]) -> EngineFrame:
         url=reading.url,
         version=reading.version,
         hw_ids=hw_ids,
+        namespace=reading.namespace,
+        pod=reading.pod,
         parallelism=reading.parallelism,
         window_ns=sums.window_ns if sums else 0,
         prefill_tokens_per_s=_per_s(sums.prefill_tokens if sums else None, window_s),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpuidle.agent.model import EngineReading, Problem, Reading
 from gpuidle.collectors.discovery.engines import Discovered, FoundEngine, find_engines, forbidden
+from gpuidle.collectors.discovery.pods import Pod, pod_of
 from gpuidle.collectors.discovery.processes import ProcessTable
 from gpuidle.collectors.engines.identity import engine_id, is_loopback, port_of
 from gpuidle.collectors.engines.rule import EngineKind, Identity, Settings
@@ -180,7 +181,9 @@ class EnginesCollector:
         self, key: object, old: dict[object, Track], found: FoundEngine | None, named: NamedEndpoint | None
     ) -> None:
         """Carry a track over, or begin one; its session goes on while the places to ask stay the same."""
-        track = old.pop(key, None) or Track()
+        track = old.pop(key, None)
+        if track is None:
+            track = Track(pod=Pod() if found is None else pod_of(self._table, found.root.pid))
         track.found, track.named = found, named
         self._tracks[key] = track
         candidates = self._candidates(found, named)

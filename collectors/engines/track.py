@@ -9,6 +9,7 @@ import msgspec
 
 from gpuidle.agent.model import EngineLimits, EngineReading, EngineState, Problem
 from gpuidle.collectors.discovery.engines import FoundEngine
+from gpuidle.collectors.discovery.pods import Pod
 from gpuidle.collectors.engines.identity import port_of
 from gpuidle.collectors.engines.rule import EngineKind, Identity, Scrape, Settings
 from gpuidle.collectors.engines.session import Failure, ModelConfig, Outcome, Session
@@ -39,6 +40,7 @@ class Track:
 
     found: FoundEngine | None = None
     named: NamedEndpoint | None = None
+    pod: Pod = field(default_factory=Pod)
     session: Session | None = None
     engine_id: str | None = None
     pinned: bool = False
@@ -145,6 +147,8 @@ def reading_of(track: Track, now_ns: int) -> tuple[EngineReading | None, list[Pr
         steps_reliable=track.scrape.steps_reliable
         if track.scrape is not None
         else told.front_ends in (None, 1),
+        namespace=track.pod.namespace,
+        pod=track.pod.name,
         counters=scrape.counters if scrape is not None else None,
     )
     return reading, problems
