@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuidle.agent.commands.notify import service_manager
 from gpuidle.agent.commands.session import (
     Status,
     live_source,
@@ -69,7 +71,7 @@ def command(
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     status = Status()
-    exporters = _exporters(status, prometheus, otlp, otlp_interval)
+    exporters = [*_exporters(status, prometheus, otlp, otlp_interval), *_reporters(live["interval"])]
     recorder = None
     if record_to is not None:
         from gpuidle.exporters.recording.writer import RecordingError, SessionWriter
@@ -117,6 +119,15 @@ def _exporters(
     if not exporters:
         raise click.UsageError("nothing to export to: give --otlp, or leave --prometheus on")
     return exporters
+
+
+def _reporters(interval_s: float) -> list[Exporter]:
+    try:
+        manager = service_manager(os.environ, interval_s)
+    except ValueError as error:
+        log.warning("systemd is not told that the service is alive: %s", error)
+        return []
+    return [] if manager is None else [manager]
 
 
 class ProblemLog:
