@@ -135,6 +135,13 @@ class Server:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child.pid for child in children if "VLLM::" in " ".join(child.cmdline() or [child.name()])]
 
+    def counter(self, name: str) -> float:
+        """The sum of a counter on the server's own page."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("GET", "/metrics")
+            page = connection.getresponse().read().decode()
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + "{"))
+
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()

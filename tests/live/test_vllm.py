@@ -22,7 +22,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.doubles.nvml import Gpu, Process, Scenario, build, environment
 from tests.live.receiver import Receiver
-from tests.live.server import Ask, Server
+from tests.live.server import CHUNK_TOKENS, MODEL, Ask, Server
+
+from gpuidle.agent.physics.shapes import shape_from_config
+from gpuidle.agent.physics.vllm_estimate import vllm_estimated_flops
 
 PYTHON = os.environ.get("GPUIDLE_LIVE_PYTHON", "")
 GPUIDLE = [sys.executable, "-m", "gpuidle"]
@@ -117,7 +120,7 @@ class Agent:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(PYTHON, tmp_path_factory.mktemp("vllm") / "server.log")
+    server = Server(PYTHON, tmp_path_factory.mktemp("vllm") / "server.log", "--enable-mfu-metrics")
     try:
         server.wait_until_healthy()
         yield server
@@ -213,6 +216,27 @@ def test_it_finds_the_engine_by_itself(agent: Agent, server: Server) -> None:
     assert mine[0]["gpuidle_model"] == "tiny"
     assert "vllm" in mine[0]["gpuidle_engine_id"]
     assert str(server.port) not in mine[0]["gpuidle_engine_id"]
+
+
+def test_the_engines_own_estimate_is_reproduced_to_the_last_flop(server: Server) -> None:
+    prompt, output = 600, 40
+    before = server.counter("vllm:estimated_flops_per_gpu_total")
+    server.client.complete(Ask(prompt, output))
+    chunks = [(min(CHUNK_TOKENS, prompt - done), done) for done in range(0, prompt, CHUNK_TOKENS)]
+    steps = [(tokens, done + tokens) for tokens, done in chunks]
+    steps += [(1, prompt + i) for i in range(1, output)]
+    shape = shape_from_config(json.loads((MODEL / "config.json").read_text()))
+    expected = sum(
+        vllm_estimated_flops(shape, tokens=tokens, token_context_products=tokens * context, logit_rows=1)
+        for tokens, context in steps
+    )
+    for _ in range(40):
+        counted = server.counter("vllm:estimated_flops_per_gpu_total") - before
+        if counted == expected:
+            break
+        time.sleep(0.25)
+    print(f"\nvLLM's own FLOPs {counted:.0f}, ours {expected}")
+    assert counted == expected
 
 
 def test_long_outputs_are_decode(server: Server, double: Double, agent: Agent, receiver: Receiver) -> None:
