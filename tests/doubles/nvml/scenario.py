@@ -216,6 +216,8 @@ class Gpu:
         lines += _process_lines(self.processes)
         lines += [sample.line() for sample in self.utilization_samples]
         lines += _gpm_lines(self.gpm)
+        if self.gpm is None and any(instance.gpm is not None for instance in self.instances):
+            lines.append("gpm_support 1")
         lines += [f"event {e.at_ns} {e.type} {e.data} {e.gpu_instance}" for e in self.events]
         for position, instance in enumerate(self.instances):
             lines += instance.lines(position)
