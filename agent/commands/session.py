@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuidle import __version__
-from gpuidle.agent.model import GpuReading, Node, OutletStatus, Reading
+from gpuidle.agent.model import EngineReading, GpuReading, Node, OutletStatus, Reading
 from gpuidle.agent.pipeline import Pipeline
 from gpuidle.agent.ports import Collector, Source
 
@@ -51,6 +51,19 @@ def source_options(command: Command) -> Command:
                 default=True,
                 show_default=True,
                 help="Look for engines among this node's processes.",
+            ),
+            click.option(
+                "--steps/--no-steps",
+                default=True,
+                show_default=True,
+                help="Read engines' steps where they can be read (docs/steps.md).",
+            ),
+            click.option(
+                "--steps-fpm",
+                multiple=True,
+                metavar="[ENGINE=]ENDPOINT",
+                callback=_fpm_endpoints,
+                help="ForwardPassMetrics of an engine, such as tcp://127.0.0.1:20380. Can be repeated.",
             ),
             click.option(
                 "--proc",
@@ -93,6 +106,18 @@ def _endpoints(
         if match is None:
             raise click.BadParameter(f"{value!r} is not [NAME=]http://HOST:PORT")
         out.append((match["name"], match["url"]))
+    return tuple(out)
+
+
+def _fpm_endpoints(
+    _context: click.Context, _parameter: click.Parameter, values: Sequence[str]
+) -> tuple[tuple[str | None, str], ...]:
+    out = []
+    for value in values:
+        match = re.fullmatch(r"(?:(?P<name>.+?)=)?(?P<endpoint>(?:tcp|ipc)://\S+)", value)
+        if match is None:
+            raise click.BadParameter(f"{value!r} is not [ENGINE=]tcp://HOST:PORT or [ENGINE=]ipc://PATH")
+        out.append((match["name"], match["endpoint"]))
     return tuple(out)
 
 
@@ -148,6 +173,33 @@ def _pids(gpu: GpuReading) -> tuple[int, ...]:
     return tuple(process.pid for process in gpu.processes or ())
 
 
+class LatestEngines:
+    """A collector that keeps the engines it read, for the collector of their steps one tick later."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._engines: tuple[EngineReading, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The collector's own name."""
+        return self._collector.name
+
+    def read(self, now_ns: int) -> Reading:
+        """Read, and remember the engines."""
+        reading = self._collector.read(now_ns)
+        self._engines = reading.engines
+        return reading
+
+    def close(self) -> None:
+        """Close the collector."""
+        self._collector.close()
+
+    def engines(self) -> tuple[EngineReading, ...]:
+        """Return the engines as of the last reading."""
+        return self._engines
+
+
 def this_node() -> Node:
     """Describe this machine."""
     try:
@@ -158,7 +210,13 @@ def this_node() -> Node:
 
 
 def live_source(
-    *, interval: float, engine_urls: tuple[tuple[str | None, str], ...], discover: bool, proc: Path
+    *,
+    interval: float,
+    engine_urls: tuple[tuple[str | None, str], ...],
+    discover: bool,
+    steps: bool,
+    steps_fpm: tuple[tuple[str | None, str], ...],
+    proc: Path,
 ) -> Source:
     """Return the source that reads this machine."""
     from gpuidle.agent.clock import SystemClock
@@ -166,18 +224,26 @@ def live_source(
     from gpuidle.collectors.counters.nvml import NvmlCollector
     from gpuidle.collectors.engines.collector import EnginesCollector
     from gpuidle.collectors.engines.track import NamedEndpoint
+    from gpuidle.collectors.steps.collector import StepsCollector
+    from gpuidle.collectors.steps.fpm import FpmEndpoint
     from gpuidle.collectors.table import ENGINES
 
     gpus = LatestGpus(NvmlCollector(proc))
-    engines = EnginesCollector(
-        ENGINES,
-        proc_root=str(proc),
-        endpoints=tuple(NamedEndpoint(url=url, name=name) for name, url in engine_urls),
-        gpu_processes=gpus.processes,
-        discover=discover,
-        scrape_period_s=interval,
+    engines = LatestEngines(
+        EnginesCollector(
+            ENGINES,
+            proc_root=str(proc),
+            endpoints=tuple(NamedEndpoint(url=url, name=name) for name, url in engine_urls),
+            gpu_processes=gpus.processes,
+            discover=discover,
+            scrape_period_s=interval,
+        )
     )
-    return Sampler((gpus, engines), SystemClock(), this_node(), interval_ns=round(interval * 1e9))
+    collectors: list[Collector] = [gpus, engines]
+    if steps:
+        fpm = [FpmEndpoint(endpoint, name) for name, endpoint in steps_fpm]
+        collectors.append(StepsCollector(engines.engines, proc=proc, fpm=fpm))
+    return Sampler(collectors, SystemClock(), this_node(), interval_ns=round(interval * 1e9))
 
 
 class Status:

@@ -192,7 +192,7 @@ class Recorder:
         self.running = 0
         """Requests that ran before the scheduler was asked."""
         self._end_ns = 0
-        self._live = True
+        self._accepted = 0
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """Note a step that was just scheduled."""
@@ -256,14 +256,14 @@ class Recorder:
         admitted = len(output.scheduled_new_reqs) + resumptions
         return prefill, again, resumed, len(scheduled), kv, drafts, admitted
 
-    def ended(self, scheduler: Any, output: Any) -> None:
-        """Note the time at which a step's result came, before the engine works on it."""
+    def ended(self, scheduler: Any, output: Any, sampled: Any) -> None:
+        """Note when a step's result came and which drafts it took, before the engine cuts it to size."""
         self._end_ns = time.monotonic_ns()
-        self._live = True
+        self._accepted = 0
         if output.scheduled_spec_decode_tokens:
-            self._live = output.num_scheduled_tokens.keys() <= scheduler.requests.keys()
+            self._accepted = _accepted(scheduler, output, sampled)
 
-    def finished(self, scheduler: Any, output: Any, sampled: Any, results: Any) -> None:
+    def finished(self, output: Any, results: Any) -> None:
         """Write the record of a step whose tokens were handed out."""
         begun = self._open.pop(id(output), None)
         if begun is None:
@@ -271,10 +271,9 @@ class Recorder:
                 self.ring.fault()
             return
         submit_ns, prefill, decode, sequences, kv, drafts, preemptions, again, resumed = begun
-        accepted = _accepted(scheduler, output, sampled, all_live=self._live) if drafts else 0
         self.ring.write(
-            submit_ns, self._end_ns, prefill, decode, _delivered(results), sequences, kv, drafts, accepted,
-            preemptions, again, resumed,
+            submit_ns, self._end_ns, prefill, decode, _delivered(results), sequences, kv, drafts,
+            self._accepted, preemptions, again, resumed,
         )  # fmt: skip
 
 
@@ -283,19 +282,25 @@ def _cached(cached: Any, requests: Any) -> tuple[list[str], list[int], list[int]
     if isinstance(cached, list):  # one object a request (0.8.5)
         ids = [each.req_id for each in cached]
         begins = [each.num_computed_tokens for each in cached]
-        return ids, begins, _outputs(ids, requests), sum(each.resumed_from_preemption for each in cached)
+        return (
+            ids,
+            begins,
+            _outputs(ids, begins, requests),
+            sum(each.resumed_from_preemption for each in cached),
+        )
     ids, begins = cached.req_ids, cached.num_computed_tokens
     outputs = getattr(cached, "num_output_tokens", None)
     if outputs is None:
-        outputs = _outputs(ids, requests)
+        outputs = _outputs(ids, begins, requests)
     resumed = getattr(cached, "resumed_req_ids", None)
     return ids, begins, outputs, len(resumed) if resumed is not None else sum(cached.resumed_from_preemption)
 
 
-def _outputs(ids: list[str], requests: Any) -> list[int]:
+def _outputs(ids: list[str], begins: list[int], requests: Any) -> list[int]:
+    """Return 0 for each request that is in its prompt: no output yet, nor one under way."""
     return [
-        requests[each].num_output_tokens + getattr(requests[each], "num_output_placeholders", 0)
-        for each in ids
+        requests[name].num_output_tokens or int(begin >= requests[name].num_prompt_tokens)
+        for name, begin in zip(ids, begins, strict=True)
     ]
 
 
@@ -305,12 +310,12 @@ def _delivered(results: Any) -> int:
     return sum([len(each.new_token_ids) for group in groups for each in group.outputs])
 
 
-def _accepted(scheduler: Any, output: Any, sampled: Any, *, all_live: bool) -> int:
-    """Count accepted drafts, of requests that were still there: what a sequence made beyond one token."""
+def _accepted(scheduler: Any, output: Any, sampled: Any) -> int:
+    """Count accepted drafts, of requests that are still there: what a sequence made beyond one token."""
     tokens = sampled.sampled_token_ids
     if not tokens:
         return 0
-    if all_live:
+    if output.num_scheduled_tokens.keys() <= scheduler.requests.keys():
         lengths = list(map(len, tokens))
         return sum(lengths) - len(lengths) + lengths.count(0)
     rows = sampled.req_id_to_index
@@ -366,13 +371,13 @@ def wrap(scheduler_class: Any) -> None:
         recorder = getattr(self, _RECORDER, None)
         if recorder is not None:
             try:
-                recorder.ended(self, output)
+                recorder.ended(self, output, sampled)
             except Exception:  # noqa: BLE001
                 _fault(self, recorder)
         results = update(self, output, sampled, *args, **kwargs)
         if recorder is not None:
             try:
-                recorder.finished(self, output, sampled, results)
+                recorder.finished(output, results)
             except Exception:  # noqa: BLE001
                 _fault(self, recorder)
         return results

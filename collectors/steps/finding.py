@@ -1,0 +1,74 @@
+"""Which of an engine's processes have mapped a ring of ours or metric files of vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuidle.collectors.steps.mappings import MappedFile, mapped_files, open_mapped
+from gpuidle.collectors.steps.metric_files import NAME, MetricFile, MetricFileError
+
+_RING = re.compile(r"/gpuidle-\d+/steps-\d+-\d+-\d+\.ring$")
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """The two metric files of one API server."""
+
+    counters: MappedFile
+    histograms: MappedFile
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an engine's processes have mapped."""
+
+    rings: tuple[MappedFile, ...] = ()
+    front_ends: tuple[FrontEnd, ...] = ()
+    """API servers that count steps."""
+    hidden: tuple[int, ...] = ()
+    """Processes that may not be looked at."""
+
+
+def find_files(proc: Path, pids: Sequence[int]) -> Found:
+    """Return what the processes have mapped; one that is gone has nothing."""
+    rings: dict[tuple[int, int, int], MappedFile] = {}
+    fronts: list[FrontEnd] = []
+    hidden: list[int] = []
+    for pid in pids:
+        try:
+            files = mapped_files(proc, pid, lambda path: bool(_RING.search(path) or NAME.search(path)))
+        except PermissionError:
+            hidden.append(pid)
+            continue
+        except OSError:
+            continue
+        for file in files:
+            if _RING.search(file.path):
+                rings.setdefault(file.key, file)  # a forked child has its parent's mappings too
+        counters, histograms = (_of_kind(files, kind) for kind in ("counter", "histogram"))
+        if counters is not None and histograms is not None and _counts_steps(proc, histograms):
+            fronts.append(FrontEnd(counters, histograms))
+    unique = {front.histograms.key: front for front in reversed(fronts)}
+    return Found(tuple(rings.values()), tuple(unique.values()), tuple(hidden))
+
+
+def _of_kind(files: Sequence[MappedFile], kind: str) -> MappedFile | None:
+    """Return the file of the process itself: a child inherits the mappings of its parent's."""
+    own = [file for file in files if (match := NAME.search(file.path)) and match[1] == kind]
+    return own[-1] if own else None
+
+
+def _counts_steps(proc: Path, file: MappedFile) -> bool:
+    try:
+        opened = MetricFile(open_mapped(proc, file))
+    except OSError:
+        return False
+    try:
+        return opened.refresh() and opened.counts_steps()
+    except (MetricFileError, OSError):
+        return False
+    finally:
+        opened.close()
