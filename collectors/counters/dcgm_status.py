@@ -69,7 +69,7 @@ def _judge(
         return (
             "failed",
             f"dcgm-exporter at {standing.url} does not list this device",
-            "see that it may use all GPUs (and lists MIG instances: --devices f), or name this node's own",
+            "see that it may use all GPUs and lists MIG instances, or name this node's own with --dcgm-url",
         )
     if not row.ratios:
         if counted:
