@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,6 +41,10 @@ CLOCK_EVENTS: tuple[tuple[int, ClockEvent], ...] = (
 """Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h)."""
 
 
+Mig = Literal["never", "whole", "split", "unknown"]
+"""Whether a GPU is split into MIG instances now; "unknown": the driver fails to say."""
+
+
 @dataclass(frozen=True)
 class Device:
     """What does not change from second to second: read once, and again every minute."""
@@ -53,7 +57,7 @@ class Device:
     power_limit_watts: float | None
     sm_clock_max_hz: int | None
     memory_clock_max_hz: int | None
-    splits: bool
+    can_split: bool
     """Whether it can be split into MIG instances."""
     problems: tuple[Problem, ...]
 
@@ -104,7 +108,7 @@ def open_device(index: int) -> Device:
         power_limit_watts=None if limit is None else limit / 1000,
         sm_clock_max_hz=sm_max,
         memory_clock_max_hz=memory_max,
-        splits=guard.get("MIG mode", nvml.nvmlDeviceGetMigMode, handle) is not None,
+        can_split=_mig(guard, handle) != "never",
         problems=tuple(guard.problems),
     )
 
@@ -119,18 +123,24 @@ def read_device(
         SessionLost: NVML as a whole failed.
     """
     guard = Guard(device.hw_id)
-    split = device.splits and bool(
-        (guard.get("MIG mode", nvml.nvmlDeviceGetMigMode, device.handle) or [0])[0]
-    )
-    whole = _read_whole(device, moment, guard, shares, errors, split=split)
+    mig = _mig(guard, device.handle) if device.can_split else "never"
+    whole = _read_whole(device, moment, guard, shares, errors, mig)
     if guard.unknown and not guard.answered:
         raise faults.DeviceLost(faults.UNKNOWN)
-    instances = _read_instances(device, whole, moment, guard) if split else []
+    instances = _read_instances(device, whole, moment, guard) if mig == "split" else []
     return [whole, *instances], guard.problems
 
 
+def _mig(guard: Guard, handle: object) -> Mig:
+    before = len(guard.problems)
+    mode = guard.get("MIG mode", nvml.nvmlDeviceGetMigMode, handle)
+    if mode is None:
+        return "unknown" if len(guard.problems) > before else "never"
+    return "split" if mode[0] == 1 else "whole"
+
+
 def _read_whole(
-    device: Device, moment: Moment, guard: Guard, shares: ShareReader, errors: ErrorCounts, *, split: bool
+    device: Device, moment: Moment, guard: Guard, shares: ShareReader, errors: ErrorCounts, mig: Mig
 ) -> GpuReading:
     handle = device.handle
     energy = guard.number("energy (mJ)", MAX_JOULES * 1000, nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
@@ -168,7 +178,8 @@ def _read_whole(
         busy_ratio=None if gpu_percent is None else gpu_percent / 100,
         memory_busy_ratio=None if memory_percent is None else memory_percent / 100,
         # The processes of a split GPU are those of its instances: listed here too, they would count twice.
-        processes=None if split else _processes(guard, handle, moment, total, shares),
+        # Where the driver does not say whether it is split, they are not known either.
+        processes=None if mig in ("split", "unknown") else _processes(guard, handle, moment, total, shares),
         error_counts=_errors(guard, errors, moment.now_ns),
     )
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 CODE = """
 import sys
+import threading
 import msgspec
 from gpuidle.collectors.counters.nvml import NvmlCollector
 
@@ -29,6 +30,8 @@ for line in sys.stdin:
         collector = NvmlCollector(elapsed_ns=lambda: 0)
     elif word == "read":
         answer = msgspec.json.encode(collector.read(int(moment))).decode()
+    elif word == "threads":
+        answer = threading.active_count()
     elif word == "close":
         collector.close()
     print(answer, flush=True)
@@ -62,6 +65,10 @@ class CollectorProcess:
 
     def close(self) -> None:
         assert self._ask("close") == "done\n"
+
+    def threads(self) -> int:
+        """Return how many threads the process has."""
+        return int(self._ask("threads"))
 
     def renew(self) -> None:
         assert self._ask("new") == "done\n"
