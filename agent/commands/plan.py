@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 _BATCHES = (1, 4, 16, 64, 256, 1024)
 _DTYPES: Mapping[str, Mapping[str, object] | None] = {
@@ -136,7 +137,7 @@ def command(
     except (UnknownArchitecture, NoPeak) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
-        told = asdict(plan)
+        told: dict[str, Any] = msgspec.to_builtins(plan)
         for point, row in zip(plan.points, told["points"], strict=True):
             row["idle_ratio"] = point.idle_ratio
         click.echo(json.dumps({**told, "currency": currency if price is not None else None}, indent=2))

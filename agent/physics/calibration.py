@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 
@@ -16,8 +17,7 @@ class BadCalibration(ValueError):
     """A saved calibration is damaged, or of another version."""
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(msgspec.Struct, frozen=True):
     """One device, measured once. It is what library kernels reach, not a bound."""
 
     device: str
@@ -36,8 +36,7 @@ class Calibration:
     """By dtype: why it was not measured."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(msgspec.Struct, frozen=True):
     """One measured figure beside the sheet's, in FLOP/s or bytes/s."""
 
     what: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpuidle.agent.physics.parts import ModelShape, kv_cache_bytes
 from gpuidle.agent.physics.peaks import DevicePeaks
@@ -13,8 +15,7 @@ from gpuidle.agent.physics.work import Work, kv_held_share, weights_held_bytes, 
 _NEVER_ABOVE = 1 << 26
 
 
-@dataclass(frozen=True)
-class Parallel:
+class Parallel(msgspec.Struct, frozen=True):
     """How a model is spread: see `work`."""
 
     tensor: int = 1

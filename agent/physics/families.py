@@ -7,8 +7,10 @@ build the real model on the meta device and compare its parameters and its FLOPs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Windows = Literal["none", "all", "alternate", "pattern", "qwen"]
 """Which layers have a sliding window where the configuration names one and lists no `layer_types`: all,
@@ -19,8 +21,7 @@ Experts = Literal["none", "all", "sparse_step", "first_dense"]
 `first_k_dense_replace`."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(msgspec.Struct, frozen=True):
     """One architecture. A flag that is a string is the configuration's key for it (absent: false)."""
 
     gated: bool | str = True
@@ -55,9 +56,9 @@ class Family:
     position_offset: int = 0
     default_ffn: int = 0
     """FFN width in multiples of hidden, where the configuration may leave it out."""
-    modules: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = {}
     """Names of the modules, where they are not Llama's; for the exclusions of quantisers."""
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = {}
     """Values that transformers takes where the file leaves them out."""
 
 

@@ -7,9 +7,9 @@ exponential forgetting; those that the steps seen do not determine stay unknown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 _CLEAR = 2.0
@@ -17,8 +17,7 @@ _CLEAR = 2.0
 _WELL_POSED = 1e-4
 
 
-@dataclass(frozen=True)
-class Reachable:
+class Reachable(msgspec.Struct, frozen=True):
     """The fit: shares of the sheet's figures, and seconds a step. None: not determined yet.
 
     While the overhead is None it could not be told apart, and the shares contain it: they are lower bounds.
@@ -31,8 +30,7 @@ class Reachable:
     """Effective number of steps behind the fit."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReachableFit:
+class ReachableFit(msgspec.Struct, frozen=True, eq=False):
     """Sums of least squares in the order overhead, memory, compute. Immutable: `observe` returns anew."""
 
     memory: float = 2000.0

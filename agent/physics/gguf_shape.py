@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from gpuidle.agent.physics.parts import (
     Attention,
@@ -50,8 +51,7 @@ _BLOCKS: Mapping[int, tuple[str, int, int]] = {
 """ggml type: name, bytes of a block, weights of a block. All are multiplied by integer kernels."""
 
 
-@dataclass(frozen=True)
-class _Role:
+class _Role(msgspec.Struct, frozen=True):
     part: Part
     split: Split = "shared_out"
 

@@ -7,8 +7,9 @@ part can be dropped by a formula that does not know it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 
 class UnknownArchitecture(ValueError):
@@ -21,8 +22,7 @@ Split = Literal["shared_out", "kv_heads", "copied"]
 outnumber them), or copied whole to each rank."""
 
 
-@dataclass(frozen=True)
-class WeightFormat:
+class WeightFormat(msgspec.Struct, frozen=True):
     """How a matrix is stored and at which rate its product runs."""
 
     name: str
@@ -34,8 +34,7 @@ class WeightFormat:
     "int8" or "fp4". Weight-only formats multiply in 16 bits."""
 
 
-@dataclass(frozen=True)
-class Matmul:
+class Matmul(msgspec.Struct, frozen=True):
     """One matrix of `inputs` x `outputs` weights, present in `layers` layers."""
 
     name: str
@@ -61,8 +60,7 @@ class Matmul:
         return self.inputs * self.outputs * self.active * self.layers
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(msgspec.Struct, frozen=True):
     """Attention of `layers` layers that are alike. Dimensions are per head."""
 
     layers: int
@@ -97,8 +95,7 @@ class Attention:
         return self.latent_dim + self.rope_dim
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(msgspec.Struct, frozen=True):
     """A model's text part. Build it with `shape_from_config`; all sizes are of the whole model."""
 
     name: str

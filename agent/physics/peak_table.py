@@ -6,11 +6,10 @@ it is not always twice the 16-bit rate (B300 is far lower). A figure that no she
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True)
-class PeakRow:
+class PeakRow(msgspec.Struct, frozen=True):
     """One device. The first name is the driver's."""
 
     names: tuple[str, ...]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpuidle.agent.physics.peak_table import ROWS, PeakRow
 
@@ -40,8 +42,7 @@ class NoPeak(LookupError):
     """The device has no figure for a dtype: a ratio against it would be a guess."""
 
 
-@dataclass(frozen=True)
-class DevicePeaks:
+class DevicePeaks(msgspec.Struct, frozen=True):
     """Dense peaks of one device. Rates are at `sheet_clock_hz`."""
 
     name: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from gpuidle.agent.physics.capacity import (
     Parallel,
@@ -20,8 +21,7 @@ from gpuidle.agent.physics.roofline import compute_time_s, intensity, limiter, s
 from gpuidle.agent.physics.work import weights_held_bytes
 
 
-@dataclass(frozen=True)
-class PlanPoint:
+class PlanPoint(msgspec.Struct, frozen=True):
     """A decode step at one batch size. No step is faster; a real one is slower."""
 
     batch: int
@@ -54,8 +54,7 @@ class PlanPoint:
         return 1 - self.used_ratio
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A model on a device."""
 
     model: str

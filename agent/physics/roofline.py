@@ -5,9 +5,9 @@ Compute and memory overlap, so the bound is the larger of the two, never their s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +19,7 @@ Limiter = Literal["compute", "memory"]
 Experts = Literal["fewest", "uniform"]
 
 
-@dataclass(frozen=True, eq=False)
-class Bound:
+class Bound(msgspec.Struct, frozen=True, eq=False):
     """Lower bound of a step's time in seconds, and what it is made of."""
 
     seconds: Column

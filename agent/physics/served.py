@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpuidle.agent.physics.parts import ModelShape, UnknownArchitecture
 from gpuidle.agent.physics.quantisation import UnknownQuantisation

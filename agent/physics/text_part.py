@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from gpuidle.agent.physics.families import FAMILIES, WRAPPERS
 from gpuidle.agent.physics.parts import UnknownArchitecture
 
 
-@dataclass(frozen=True)
-class TextPart:
+class TextPart(msgspec.Struct, frozen=True):
     """The text part, the file around it, and where a key stands in both, the text part wins."""
 
     values: Mapping[str, object]

@@ -8,9 +8,9 @@ number of distinct experts is not linear, and is taken at the window's mean toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,8 +20,7 @@ Column: TypeAlias = "float | NDArray[np.float64]"
 Number: TypeAlias = "float | NDArray[np.int64] | NDArray[np.float64]"
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
+class Work(msgspec.Struct, frozen=True, eq=False):
     """Work of one GPU, the mean over the ranks; each field a float or a float64 column.
 
     Bytes are those that must cross the memory interface once: activations, which mostly stay on the chip,
@@ -236,8 +235,7 @@ def _share(m: Matmul, shape: ModelShape, tp: int) -> float:
     return 1.0 / tp
 
 
-@dataclass(frozen=True)
-class _Matrices:
+class _Matrices(msgspec.Struct, frozen=True):
     """Sums over a model's matrices, on one tensor-parallel rank, all stages together."""
 
     per_token: Mapping[str, float]

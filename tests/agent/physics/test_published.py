@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from msgspec.structs import replace
 from pathlib import Path
 from statistics import median
 
