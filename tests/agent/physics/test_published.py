@@ -8,11 +8,11 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Mapping
-from msgspec.structs import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
+from msgspec.structs import replace
 
 from gpuidle.agent.physics.builtin import find_builtin
 from gpuidle.agent.physics.parts import ModelShape, WeightFormat
