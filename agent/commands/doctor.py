@@ -25,7 +25,6 @@ _INDENT = 32
 
 @click.command()
 @source_options
-@click.option("--dcgm-url", metavar="URL", help="A dcgm-exporter, such as http://127.0.0.1:9400.")
 @click.option(
     "--prometheus",
     default="127.0.0.1:9405",
@@ -35,13 +34,13 @@ _INDENT = 32
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.pass_context
-def command(ctx: click.Context, /, dcgm_url: str | None, prometheus: str, as_json: bool, **live: Any) -> None:
+def command(ctx: click.Context, /, prometheus: str, as_json: bool, **live: Any) -> None:
     """Say what can be measured on this node, what not, why, and the remedy.
 
     Ends with 0 when all is as good as it gets here, with 1 when a right, a setting or a place keeps
     something better away, and with 2 when something is broken, or there is nothing to measure.
     """
-    checks = find(dcgm_url=dcgm_url, prometheus=prometheus, **live)
+    checks = find(prometheus=prometheus, **live)
     code = exit_code(checks)
     if as_json:
         click.echo(to_json(checks))

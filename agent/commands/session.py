@@ -66,6 +66,12 @@ def source_options(command: Command) -> Command:
                 help="ForwardPassMetrics of an engine, such as tcp://127.0.0.1:20380. Can be repeated.",
             ),
             click.option(
+                "--dcgm-url",
+                metavar="URL",
+                callback=_base_url,
+                help="A dcgm-exporter, such as http://127.0.0.1:9400 [default: one found on this node].",
+            ),
+            click.option(
                 "--proc",
                 type=click.Path(path_type=Path, file_okay=False, exists=True),
                 default=Path("/proc"),
@@ -119,6 +125,12 @@ def _fpm_endpoints(
             raise click.BadParameter(f"{value!r} is not [ENGINE=]tcp://HOST:PORT or [ENGINE=]ipc://PATH")
         out.append((match["name"], match["endpoint"]))
     return tuple(out)
+
+
+def _base_url(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value) is None:
+        raise click.BadParameter(f"{value!r} is not http://HOST:PORT")
+    return value
 
 
 def _prices(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, float]:
@@ -216,11 +228,15 @@ def live_source(
     discover: bool,
     steps: bool,
     steps_fpm: tuple[tuple[str | None, str], ...],
+    dcgm_url: str | None,
     proc: Path,
 ) -> Source:
     """Return the source that reads this machine."""
     from gpuidle.agent.clock import SystemClock
     from gpuidle.agent.sampler import Sampler
+    from gpuidle.collectors.counters.dcgm import DcgmRung
+    from gpuidle.collectors.counters.gpm import GpmRung
+    from gpuidle.collectors.counters.ladder import LadderCollector
     from gpuidle.collectors.counters.nvml import NvmlCollector
     from gpuidle.collectors.engines.collector import EnginesCollector
     from gpuidle.collectors.engines.track import NamedEndpoint
@@ -228,7 +244,8 @@ def live_source(
     from gpuidle.collectors.steps.fpm import FpmEndpoint
     from gpuidle.collectors.table import ENGINES
 
-    gpus = LatestGpus(NvmlCollector(proc))
+    rungs = (GpmRung(), DcgmRung(dcgm_url, proc=proc))
+    gpus = LatestGpus(LadderCollector(NvmlCollector(proc), rungs))
     engines = LatestEngines(
         EnginesCollector(
             ENGINES,

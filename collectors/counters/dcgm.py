@@ -91,7 +91,7 @@ class DcgmRung:
 
     def read(self, now_ns: int, devices: Sequence[GpuReading]) -> RungReading:
         """Hand over the intervals that were completed since the last call."""
-        if self._threaded and self._thread is None:
+        if self._threaded and self._thread is None and devices:
             self._thread = threading.Thread(target=self._run, name="gpuidle-dcgm", daemon=True)
             self._thread.start()
         with self._lock:
