@@ -35,6 +35,9 @@ class _LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"gpuidle.agent.commands.{COMMANDS[cmd_name][0]}")
         command: click.Command = module.command
+        for option in command.params:
+            if isinstance(option, click.Option) and option.envvar is None:
+                option.envvar = f"GPUIDLE_{cmd_name}_{_written(option)}".upper()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -54,6 +57,11 @@ class _LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _written(parameter: click.Parameter) -> str:
+    """Return an option's name as the user writes it, with underscores: "price" for the parameter `prices`."""
+    return max(parameter.opts, key=len).lstrip("-").replace("-", "_")
+
+
 def _load_config(ctx: click.Context, path: Path | None) -> None:
     """Make the file's values the commands' defaults; an unknown key ends with exit code 2."""
     from gpuidle.agent.config import DEFAULT_PATHS, ConfigError, check_keys, read_config
@@ -66,14 +74,16 @@ def _load_config(ctx: click.Context, path: Path | None) -> None:
     assert isinstance(group, click.Group)
     try:
         tables = read_config(path)
-        known: dict[str, set[str]] = {}
+        known: dict[str, dict[str, str | None]] = {}
         for name in COMMANDS:
             command = group.get_command(ctx, name) if name in tables else None
-            known[name] = {p.name for p in command.params if p.name} if command else set()
+            known[name] = {_written(p): p.name for p in command.params} if command else {}
         check_keys(path, tables, known)
     except ConfigError as error:
         raise click.UsageError(str(error), ctx) from error
-    defaults: dict[str, Any] = dict(tables)
+    defaults: dict[str, Any] = {
+        name: {known[name][key]: value for key, value in table.items()} for name, table in tables.items()
+    }
     ctx.default_map = defaults
 
 

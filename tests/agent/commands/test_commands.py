@@ -84,6 +84,23 @@ def test_option_beats_environment_beats_file(tmp_path: Path) -> None:
     assert "from-option" in run("run", "--prometheus", "from-option", env=env).stderr
 
 
+def test_environment_and_file_name_options_as_the_command_line_does(tmp_path: Path) -> None:
+    for name, value, option in (
+        ("PRICE", "cheap", "--price"),
+        ("ENGINE_URL", "http://127.0.0.1:1 nowhere", "--engine-url"),
+        ("RECORD", "/nowhere/session", "/nowhere/session"),
+    ):
+        done = run("run", "--prometheus", "127.0.0.1:0", env={**os.environ, f"GPUIDLE_RUN_{name}": value})
+        assert done.returncode != 0, name
+        assert option in done.stderr
+    path = tmp_path / "gpuidle.toml"
+    path.write_text("[run]\nprice = ['H100=cheap']\n")
+    done = run("--config", str(path), "run")
+    assert done.returncode == 2
+    assert "H100=cheap" in done.stderr
+    assert "--price" in done.stderr
+
+
 def test_two_agents_on_one_port_are_told_apart() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
