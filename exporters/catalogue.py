@@ -35,6 +35,7 @@ from gpuidle.exporters.feeds import (
     causes,
     device,
     engine_info,
+    errors,
     idle,
     memory_ratio,
     of_steps,
@@ -166,6 +167,14 @@ FRAME_METRICS: tuple[Metric[Frame], ...] = (
         "Power drawn by the GPU.",
         (*GPU, "hw.type"),
         device(lambda gpu: gpu.power_watts, ("hw.type", "gpu")),
+    ),
+    Metric(
+        "hw.errors",
+        "{error}",
+        "counter",
+        "Errors that the GPU's driver reported since the agent started: ECC, and Xids by number.",
+        (*GPU, "hw.type", "error.type"),
+        errors,
     ),
     Metric(
         "gpuidle.compute.time",

@@ -91,6 +91,13 @@ def busy_ratio(gpu: GpuFrame) -> float | None:
     return gpu.busy.value if gpu.busy is not None and gpu.busy.evidence != "unknown" else None
 
 
+def errors(frame: Frame) -> Iterator[Point]:
+    """Feed the errors that the driver reported, by kind; nothing for a GPU that reports none of its own."""
+    for gpu in frame.gpus:
+        for kind, count in sorted((gpu.error_counts or {}).items()):
+            yield Point((*_identity(gpu), ("hw.type", "gpu"), ("error.type", kind)), count)
+
+
 def causes(frame: Frame) -> Iterator[Point]:
     """Feed the ledger in seconds since the agent's start: every cause of the closed enum, always."""
     for gpu in _ledger_gpus(frame):

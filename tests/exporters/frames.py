@@ -64,6 +64,7 @@ def gpu(
         memory_used_bytes=64_424_509_440,
         power_watts=412.5,
         energy_joules=123_456.789,
+        error_counts={"ecc_double_bit": 0, "xid_79": 2} if index == 0 else None,
     )
 
 
