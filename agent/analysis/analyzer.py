@@ -15,7 +15,8 @@ import msgspec
 
 from gpuidle.agent.analysis.activity import activity
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
-from gpuidle.agent.analysis.rates import Sums, spread_late_prompts, sums_between
+from gpuidle.agent.analysis.prompts import give_back
+from gpuidle.agent.analysis.rates import Sums, sums_between
 from gpuidle.agent.analysis.settle import EngineWindow, holders, settle_engine, settle_gpu
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Frame, Problem, Snapshot
@@ -103,7 +104,11 @@ class Analyzer:
             _count_prefix(track, reading, self._settings.trailing_ns)
             if sums is not None:
                 _add_tokens(track, sums)
-                track.sums = deque(spread_late_prompts([*track.sums, sums]))
+                given, prompt_ns = give_back([*track.sums, sums], reading.limits.max_batched_tokens)
+                track.sums = deque(given)
+                if prompt_ns is not None:
+                    past = track.prompt_token_ns
+                    track.prompt_token_ns = prompt_ns if past is None else (past + prompt_ns) / 2
             else:
                 for name in ("prefill_total", "decode_total"):
                     setattr(track, name, getattr(track, name) or 0)

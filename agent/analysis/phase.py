@@ -14,150 +14,134 @@ import msgspec
 import numpy as np
 
 from gpuidle.agent.analysis.integers import clip_to, split
+from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import Evidence, Shares, StepSeries
 
 
-class PrefillSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of a window's steps had a prefill in them; `counted` is of the steps with output."""
+class Clues(msgspec.Struct, frozen=True, kw_only=True):
+    """What helps to read a window's token sums. None: not known."""
 
-    low: float
-    estimate: float
-    high: float
-    counted_steps: int
+    window_ns: int
+    busy_ns: float | None = None
+    """Measured time with work on the GPU."""
+    pace_ns: float | None = None
+    """Time of a decode-only step at this batch."""
+    max_batched_tokens: int | None = None
+    prompt_token_ns: float | None = None
+    """Time of a prompt token in chunks that ran alone."""
+    following: Sums | None = None
+    """The next window in which tokens moved: a step that ends there may have begun here."""
 
-    def decode_only(self) -> tuple[float, float, float]:
-        """Return low, estimate and high of the steps that were decode only."""
-        steps = self.counted_steps
-        return (max(0.0, steps - self.high), max(0.0, steps - self.estimate), max(0.0, steps - self.low))
+    def busy(self, sums: Sums) -> tuple[float, bool]:
+        """Return the busy time (an upper bound where not known) and whether it is known.
 
-
-def prefill_steps(sums: Sums, max_batched_tokens: int | None) -> PrefillSteps | None:
-    """Bound the steps with a prefill among the counted steps of a window; None where they are not known.
-
-    With S counted steps, n first tokens, P computed prompt tokens, budget b and R running decodes:
-    at least ceil(P/b), at most min(S, n + floor(P/(b-R)) + 1), estimate max(S(1-e^(-n/S)), ceil(P/b)).
-    Steps without output are not counted by the engine. There are such steps only while no decode runs; where
-    the gauges do not exclude that, the lower bound falls to the steps that made the first tokens.
-    """
-    steps, firsts, prompts = sums.counted_steps, sums.first_tokens, sums.prefill_tokens
-    if steps is None or firsts is None or prompts is None:
-        return None
-    if firsts == 0 and prompts == 0:
-        return PrefillSteps(low=0, estimate=0, high=0, counted_steps=steps)
-    running = max((value for value in sums.running if value is not None), default=0)
-    chunks = 0 if max_batched_tokens is None else math.ceil(prompts / max_batched_tokens)
-    high: float = steps
-    if max_batched_tokens is not None:
-        room = max(1, max_batched_tokens - running)
-        high = min(steps, firsts + prompts // room + 1)
-    by_chance = steps * (1 - math.exp(-firsts / steps)) if steps else 0.0
-    all_counted = sums.always_running
-    low = min(steps, max(chunks if all_counted else 0, 1 if firsts else 0))
-    # Decodes take their rows out of the budget first, so that a prompt needs some more chunks than P/b.
-    shared = 0 if max_batched_tokens is None else prompts / max(1, max_batched_tokens - running)
-    estimate = by_chance if not all_counted else max(by_chance, shared)
-    return PrefillSteps(
-        low=low, estimate=min(max(estimate, low), max(high, low)), high=max(high, low), counted_steps=steps
-    )
+        Without a counter it is the whole window while requests run at both edges.
+        """
+        if self.busy_ns is not None:
+            return min(float(self.window_ns), max(0.0, self.busy_ns)), True
+        return float(self.window_ns), sums.always_running
 
 
-class DecodePace:
-    """Time of one decode-only step, learned from windows without a prompt token, by batch size.
-
-    Batches within a factor of two share a figure: a decode step moves all weights whatever its batch.
-    """
-
-    def __init__(self) -> None:
-        self._ns: dict[int, float] = {}
-
-    @staticmethod
-    def _bucket(running: float) -> int:
-        return max(0, round(math.log2(max(1.0, running))))
-
-    def learn(self, sums: Sums, busy_ns: float) -> None:
-        """Take a settled window; it is used only if it was decode all through."""
-        steps = sums.counted_steps
-        if not steps or sums.prefill_tokens or sums.first_tokens or not sums.always_running:
-            return
-        bucket = self._bucket(_mean_running(sums))
-        pace = busy_ns / steps
-        past = self._ns.get(bucket)
-        self._ns[bucket] = pace if past is None else past + 0.3 * (pace - past)
-
-    def step_ns(self, sums: Sums) -> float | None:
-        """Return the time of a decode-only step at this window's batch; None before any was seen."""
-        if not self._ns:
-            return None
-        bucket = self._bucket(_mean_running(sums))
-        return self._ns[min(self._ns, key=lambda known: abs(known - bucket))]
-
-
-def _mean_running(sums: Sums) -> float:
-    known = [value for value in sums.running if value is not None]
-    return sum(known) / len(known) if known else 1.0
-
-
-def shares_from_sums(
-    sums: Sums | None,
-    window_ns: int,
-    busy_ns: float | None,
-    pace_ns: float | None,
-    max_batched_tokens: int | None,
-) -> Shares:
-    """Return the phases of a window from token sums.
-
-    `busy_ns` is the measured time with work on the GPU, None without a counter; then it is the whole window
-    while requests run at both edges, 0 at rest, and otherwise only bounded.
-    """
+def shares_from_sums(sums: Sums | None, clues: Clues) -> Shares:
+    """Return the phases of a window from token sums."""
+    window_ns = clues.window_ns
     if sums is None:
-        idle = 0 if busy_ns is None else max(0, window_ns - round(busy_ns))
+        idle = 0 if clues.busy_ns is None else max(0, window_ns - round(clues.busy_ns))
         return Shares(
             window_ns=window_ns,
             idle_ns=idle,
             unknown_ns=window_ns - idle,
             prefill_high_ns=window_ns - idle,
-            evidence="unknown" if busy_ns is None else "measured",
+            evidence="unknown" if clues.busy_ns is None else "measured",
         )
-    measured: Evidence = "measured" if busy_ns is not None else "estimated"
-    if sums.at_rest and busy_ns is None:
+    if sums.at_rest and clues.busy_ns is None and not sums.chunk_ns:
         return Shares(window_ns=window_ns, idle_ns=window_ns, evidence="estimated")
-    busy, busy_known = _busy(sums, window_ns, busy_ns)
     if not sums.moved:
-        # Work on the GPU that no token tells of yet: a prefill under way, a warm-up, another process.
-        return _settle(window_ns, {"idle": window_ns - busy, "unknown": busy}, (0, busy), measured)
-    if not sums.prefill_tokens and not sums.first_tokens:
-        if sums.prefill_tokens is None or sums.first_tokens is None:
-            return _settle(window_ns, {"idle": window_ns - busy, "unknown": busy}, (0, busy), measured)
-        known = busy if busy_known else min(busy, (pace_ns or 0.0) * (sums.counted_steps or 0))
-        return _settle(
-            window_ns, {"decode": known, "idle": window_ns - busy, "unknown": busy - known}, (0, 0), measured
-        )
-    low, estimate, high = _prefill_time(sums, busy, pace_ns, max_batched_tokens)
-    if not busy_known and estimate is not None:
-        # Nothing counts the busy time: a prefill lasts no longer than its requests waited for it.
-        heard = sums.time_to_first_token_s
-        estimate = None if heard is None or any(sums.waiting) else min(estimate, heard * 1e9)
-    if estimate is None:
-        return _settle(window_ns, {"idle": window_ns - busy, "unknown": busy}, (low, high), measured)
-    decodes = min(busy - estimate, (pace_ns or 0.0) * (sums.counted_steps or 0)) if not busy_known else None
+        return _silent(sums, clues)
+    if sums.prefill_tokens is None or sums.first_tokens is None:
+        return _unknown(sums, clues)
+    if not sums.prefill_tokens and not sums.first_tokens and not sums.chunk_steps:
+        return _decodes(sums, clues)
+    return _prompts(sums, clues)
+
+
+def _unknown(sums: Sums, clues: Clues) -> Shares:
+    busy, _ = clues.busy(sums)
     return _settle(
-        window_ns,
-        {
-            "mixed" if _decodes_beside(sums) else "prefill": estimate,
-            "decode": busy - estimate if decodes is None else decodes,
-            "idle": window_ns - busy,
-        },
-        (low, high),
-        "estimated",
+        clues.window_ns,
+        {"idle": clues.window_ns - busy, "unknown": busy},
+        (0, busy),
+        "measured" if clues.busy_ns is not None else "unknown",
     )
 
 
-def _busy(sums: Sums, window_ns: int, busy_ns: float | None) -> tuple[float, bool]:
-    """Return the busy time (an upper bound where not known) and whether it is known."""
-    if busy_ns is not None:
-        return min(float(window_ns), max(0.0, busy_ns)), True
-    return float(window_ns), sums.always_running
+def _silent(sums: Sums, clues: Clues) -> Shares:
+    """No token moved: chunks of a prompt that ended later, one long step, or work that no token tells of."""
+    window_ns, following = clues.window_ns, clues.following
+    busy, known = clues.busy(sums)
+    if sums.chunk_ns or sums.chunk_steps:
+        chunks = busy if known else min(busy, sums.chunk_ns)
+        return _settle(window_ns, {"prefill": chunks, "idle": window_ns - busy}, (0, busy), "estimated")
+    if following is None or not (known or sums.running[1]):
+        return _unknown(sums, clues)
+    # A step that ends there ran all through this window, or began in it.
+    part = busy if known else busy / 2
+    kind = "decode"
+    if following.first_tokens or following.chunk_ns:
+        kind = "mixed" if _decodes_beside(following) else "prefill"
+    elif following.prefill_tokens or not sums.always_running:
+        return _unknown(sums, clues)
+    high = 0.0 if kind == "decode" else busy
+    return _settle(window_ns, {kind: part, "idle": window_ns - part}, (0, high), "estimated")
+
+
+def _decodes(sums: Sums, clues: Clues) -> Shares:
+    """Only decode tokens moved; at the end a step with a prompt may have begun that ends later."""
+    window_ns, pace_ns, following, steps = (
+        clues.window_ns, clues.pace_ns, clues.following, sums.counted_steps
+    )  # fmt: skip
+    busy, known = clues.busy(sums)
+    if not known:
+        time = min(busy, (pace_ns or 0.0) * (steps or 0))
+        idle = {"idle": busy - time} if pace_ns is not None else {}
+        return _settle(window_ns, {"decode": time, **idle}, (0, 0), "estimated")
+    begun = 0.0
+    if following is not None and following.first_tokens and pace_ns is not None and steps is not None:
+        # The edges cut a step each: half a step's time is no evidence.
+        begun = max(0.0, busy - (steps + 0.5) * pace_ns)
+    measured: Evidence = "measured" if clues.busy_ns is not None else "estimated"
+    return _settle(
+        window_ns,
+        {
+            "mixed" if sums.always_running else "prefill": begun,
+            "decode": busy - begun,
+            "idle": window_ns - busy,
+        },
+        (0, begun + (pace_ns or 0.0) if begun else 0.0),
+        "estimated" if begun else measured,
+    )
+
+
+def _prompts(sums: Sums, clues: Clues) -> Shares:
+    window_ns = clues.window_ns
+    busy, known = clues.busy(sums)
+    if known:
+        low, estimate, high = _prefill_time(sums, clues, busy)
+    else:
+        low, estimate, high = 0.0, _prefill_unheard(sums, clues, busy), busy
+    if estimate is None:
+        return _settle(window_ns, {"idle": window_ns - busy, "unknown": busy}, (low, high), "unknown")
+    wanted = {"mixed" if _decodes_beside(sums) else "prefill": estimate}
+    if known:
+        wanted |= {"decode": busy - estimate, "idle": window_ns - busy}
+    else:
+        # Nothing counts the busy time: what neither the prompts nor the decodes need was idle.
+        steps = max(0, (sums.counted_steps or 0) - (sums.first_tokens or 0))
+        wanted["decode"] = min(busy - estimate, (clues.pace_ns or 0.0) * steps)
+        if clues.pace_ns is not None:
+            wanted["idle"] = busy - estimate - wanted["decode"]
+    return _settle(window_ns, wanted, (low, high), "estimated")
 
 
 def _decodes_beside(sums: Sums) -> bool:
@@ -167,33 +151,48 @@ def _decodes_beside(sums: Sums) -> bool:
     return sums.always_running and decodes is not None and (beside or decodes > 4 * max(1, firsts))
 
 
-def _prefill_time(
-    sums: Sums, busy_ns: float, pace_ns: float | None, max_batched_tokens: int | None
-) -> tuple[float, float | None, float]:
+def _prefill_unheard(sums: Sums, clues: Clues, busy: float) -> float | None:
+    """Return the prefill-containing time of a window that was busy for nobody knows how long.
+
+    A prefill lasts no longer than its requests waited for it, and no less than a decode step.
+    """
+    heard = sums.time_to_first_token_s
+    if heard is not None and not any(sums.waiting):
+        return min(busy, heard * 1e9)
+    steps = prefill_steps(sums, clues.max_batched_tokens, None, clues.pace_ns)
+    if steps is None or (clues.pace_ns is None and clues.prompt_token_ns is None):
+        return None
+    by_tokens = (sums.prefill_tokens or 0) * (clues.prompt_token_ns or 0.0)
+    return min(busy, max(steps.estimate * (clues.pace_ns or 0.0), by_tokens))
+
+
+def _prefill_time(sums: Sums, clues: Clues, busy: float) -> tuple[float, float | None, float]:
     """Return low, estimate (None: unknown) and high of the prefill-containing time in ns."""
-    steps = prefill_steps(sums, max_batched_tokens)
+    budget, pace_ns = clues.max_batched_tokens, clues.pace_ns
+    steps = prefill_steps(sums, budget, busy, pace_ns)
     if steps is None:
-        return 0.0, None, busy_ns
+        return 0.0, None, busy
     if steps.counted_steps == 0:
-        return busy_ns, busy_ns, busy_ns  # no step with output: what ran were chunks of a prompt
-    low, middle, high = steps.decode_only()
+        return busy, busy, busy  # no step with output: what ran were chunks of a prompt
     if pace_ns is None:
-        # No pace yet. A step with a prefill moves the same weights for more rows, so it lasts no less than a
-        # decode-only one: the prefills' part of all steps, chunks included, is a lower bound of their time.
-        chunks = (
-            0 if max_batched_tokens is None else math.ceil((sums.prefill_tokens or 0) / max_batched_tokens)
-        )
-        every = max(steps.counted_steps, chunks + middle)
-        return busy_ns * (1 - min(1.0, high / every)), busy_ns * (1 - middle / every), busy_ns
-    least, estimate, most = (max(0.0, busy_ns - count * pace_ns) for count in (high, middle, low))
-    return least, estimate, most
+        # A step with a prefill moves the same weights for more rows, so it lasts no less than another: the
+        # prefills' part of all steps, chunks that were not counted included, is a lower bound of their time.
+        chunks = 0 if budget is None else math.ceil((sums.prefill_tokens or 0) / budget)
+        only = steps.counted_steps - steps.estimate
+        every = max(float(steps.counted_steps), chunks + only)
+        least = busy * (1 - min(1.0, max(0.0, steps.counted_steps - steps.high) / every))
+        estimate = busy * (1 - min(1.0, only / every))
+        return least, estimate if estimate >= 0.9 * busy else None, busy
+    counts = (steps.high, steps.estimate, steps.low)
+    high, estimate, low = (max(0.0, busy - max(0.0, steps.counted_steps - n) * pace_ns) for n in counts)
+    return low, estimate, high
 
 
 def _settle(
     window_ns: int, wanted: Mapping[str, float], bounds: tuple[float, float], evidence: Evidence
 ) -> Shares:
     parts = clip_to(window_ns, wanted, "unknown")
-    low, high = (min(window_ns, max(0, round(value))) for value in bounds)
+    low, high = (min(window_ns, max(0, round(value))) for value in sorted(bounds))
     containing = parts.get("prefill", 0) + parts.get("mixed", 0)
     return Shares(
         window_ns=window_ns,

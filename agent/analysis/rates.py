@@ -1,8 +1,7 @@
 """From cumulative engine counters to sums of one window, with resets, restarts and late tokens.
 
 An engine's counters are exact sums but tell nothing about when inside the window they moved, and a prompt
-that is computed in chunks is booked whole at its last chunk (vLLM). `spread_late_prompts` gives those
-tokens back to the windows in which they were computed, before a window settles.
+that is computed in chunks is booked whole at its last chunk (vLLM): see `prompts`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gpuidle.agent.analysis.integers import split
 from gpuidle.agent.model import EngineCounters, EngineReading, Problem
 
 TOKENS_PER_S_LIMIT = 1e8
@@ -42,6 +40,10 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage_ratio: tuple[float | None, float | None] = (None, None)
     reset: bool = False
     """The engine restarted inside the window: the sums cover the part after it only."""
+    chunk_steps: float = 0.0
+    """Of the counted steps, those that computed chunks of prompts which ended in later windows."""
+    chunk_ns: float = 0.0
+    """Time of steps that the engine did not count, as no token came of them: chunks of such prompts."""
 
     @property
     def window_ns(self) -> int:
@@ -178,34 +180,3 @@ def sums_between(before: EngineReading, after: EngineReading) -> tuple[Sums | No
         ),
         (),
     )
-
-
-def spread_late_prompts(windows: Sequence[Sums]) -> list[Sums]:
-    """Give the prompt tokens of the last window back to the windows in which they were computed.
-
-    A prompt computed in chunks is booked when its last chunk is through; its computation began no earlier
-    than its request arrived, which the mean time to first token tells. Without a queue the prefill fills
-    that span evenly. With requests waiting the span would include the wait, and the windows before have
-    prompt tokens of their own: then nothing is moved. Sums over all windows stay as they are.
-    """
-    moved = list(windows)
-    last = moved[-1] if moved else None
-    if last is None or len(moved) < 2 or not last.prefill_tokens or not last.first_tokens:
-        return moved
-    if last.time_to_first_token_s is None or any(last.waiting) or last.reset:
-        return moved
-    span_ns = last.time_to_first_token_s * 1e9 / last.first_tokens
-    # The first tokens came somewhere in the window; its middle is unbiased, its end is sure for a single
-    # token only when the window is at rest after it.
-    end_ns = (last.start_ns + last.end_ns) / 2
-    start_ns = end_ns - span_ns
-    overlaps = [
-        max(0.0, min(end_ns, w.end_ns) - max(start_ns, w.start_ns)) if not w.reset else 0.0 for w in moved
-    ]
-    if sum(overlaps[:-1]) <= 0:
-        return moved
-    for i, part in enumerate(split(last.prefill_tokens, overlaps)):
-        own = moved[i].prefill_tokens
-        base = 0 if i == len(moved) - 1 else own
-        moved[i] = msgspec.structs.replace(moved[i], prefill_tokens=None if base is None else base + part)
-    return moved

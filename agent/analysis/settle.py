@@ -10,10 +10,15 @@ import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause, ledger
-from gpuidle.agent.analysis.phase import StepWindow, shares_from_steps, shares_from_sums
+from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending, Settled
-from gpuidle.agent.analysis.windowwork import REACHABLE_BANDWIDTH_RATIO, WindowWork, window_work
+from gpuidle.agent.analysis.windowwork import (
+    REACHABLE_BANDWIDTH_RATIO,
+    WindowWork,
+    decode_traffic,
+    window_work,
+)
 from gpuidle.agent.model import EngineReading, GpuReading, Problem, Shares
 from gpuidle.agent.physics.peaks import DevicePeaks, find_peaks
 from gpuidle.agent.physics.shapes import ModelShape
@@ -32,7 +37,7 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepWindow | None
     work: WindowWork | None
     """Per GPU of the engine."""
-    pace_ns: float | None
+    clues: Clues
     shares: Shares
 
 
@@ -88,21 +93,41 @@ def settle_engine(
     sums = sums_within(list(track.sums), window.start_ns, window.end_ns)
     steps = shares_from_steps(list(track.steps), window.start_ns, window.end_ns)
     window_ns = window.end_ns - window.start_ns
-    if sums is not None and not sums.prefill_tokens and sums.always_running:
-        track.pace.learn(sums, float(window_ns) if busy_ns is None else busy_ns)
-    pace_ns = None if sums is None else track.pace.step_ns(sums)
+    later_ns = window.end_ns - window_ns // 3
+    following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
+    pace_ns: float | None = None
+    if sums is not None:
+        traffic = None if shape is None else decode_traffic(shape, sums, reading)
+        if sums.moved:
+            track.pace.learn(sums, following, float(window_ns) if busy_ns is None else busy_ns, traffic)
+        pace_ns = track.pace.step_ns(sums, traffic)
+    clues = Clues(
+        window_ns=window_ns,
+        busy_ns=busy_ns,
+        pace_ns=pace_ns,
+        max_batched_tokens=reading.limits.max_batched_tokens,
+        prompt_token_ns=track.prompt_token_ns,
+        following=following,
+    )
     if steps is not None:
         shares = steps.shares
         for phase, count in steps.steps.items():
             track.steps_total[phase] = track.steps_total.get(phase, 0) + count
     else:
-        shares = shares_from_sums(sums, window_ns, busy_ns, pace_ns, reading.limits.max_batched_tokens)
+        shares = shares_from_sums(sums, clues)
     work = None if shape is None or sums is None else window_work(shape, sums, reading)
     if work is not None:
         gpus = reading.parallelism.tensor * reading.parallelism.pipeline * reading.parallelism.data
         track.flops_total = (track.flops_total or 0.0) + work.flops * gpus
     track.shares = shares
-    return EngineWindow(reading=reading, sums=sums, steps=steps, work=work, pace_ns=pace_ns, shares=shares)
+    return EngineWindow(
+        reading=reading,
+        sums=sums,
+        steps=steps,
+        work=work,
+        clues=clues,
+        shares=shares,
+    )
 
 
 def settle_gpu(
@@ -247,16 +272,11 @@ def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
         return engines[0].steps.shares
     if len(acting) == 1 or len(engines) == 1:
         engine = (acting or list(engines))[0]
-        return shares_from_sums(
-            engine.sums,
-            window_ns,
-            _known_active(evidence),
-            engine.pace_ns,
-            engine.reading.limits.max_batched_tokens,
-        )
+        clues = msgspec.structs.replace(engine.clues, busy_ns=_known_active(evidence))
+        return shares_from_sums(engine.sums, clues)
     # Several engines at work on one device: whose step it was, no slow counter can tell.
     sums = engines[0].sums if engines and not acting else None
-    return shares_from_sums(sums, window_ns, _known_active(evidence), None, None)
+    return shares_from_sums(sums, Clues(window_ns=window_ns, busy_ns=_known_active(evidence)))
 
 
 def _known_active(evidence: Evidence) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from gpuidle.agent.analysis.phase import DecodePace
+from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import (
     CAUSES,
@@ -73,6 +73,8 @@ class EngineTrack:
     prefix_last: tuple[int, int] | None = None
     steps: deque[StepSeries] = field(default_factory=deque)
     pace: DecodePace = field(default_factory=DecodePace)
+    prompt_token_ns: float | None = None
+    """Time of a prompt token in chunks that ran alone."""
     shares: Shares = NOTHING
     steps_total: dict[str, int] = field(default_factory=dict)
     prefill_total: int | None = None

@@ -7,6 +7,7 @@ bounds; the linear terms are exact for the tokens counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -62,6 +63,35 @@ def window_steps(sums: Sums, reading: EngineReading) -> float | None:
         return float(sums.counted_steps)
     chunks = math.ceil(sums.prefill_tokens / budget)
     return float(max(sums.counted_steps, sums.counted_steps - (sums.first_tokens or 0) + chunks))
+
+
+def decode_traffic(shape: ModelShape, sums: Sums, reading: EngineReading) -> float:
+    """Return the bytes that a decode-only step of this window's batch and contexts moves on one GPU.
+
+    Where the KV cache's capacity is not known its contexts are left out.
+    """
+    place = reading.parallelism
+    ranks = max(1, place.data)
+    running = max(1.0, mean_of(sums.running) / ranks)
+    capacity = reading.limits.kv_capacity_tokens or 0
+    done = work(
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=ranks,
+        tokens=running,
+        logit_rows=running,
+        attention_pairs=0.0,
+        kv_read_tokens=capacity * mean_of(sums.kv_usage_ratio),
+    )
+    return float(done.total_bytes)
+
+
+def mean_of(values: Sequence[float | None]) -> float:
+    """Return the mean of the known values, 0 without one."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0
 
 
 def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> WindowWork | None:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuidle.agent.analysis.phase import DecodePace, prefill_steps, shares_from_steps, shares_from_sums
+from gpuidle.agent.analysis.pace import DecodePace
+from gpuidle.agent.analysis.phase import Clues, shares_from_steps, shares_from_sums
+from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import PHASES, StepSeries, column
 
@@ -30,21 +35,25 @@ def sums(**values: Any) -> Sums:
     return Sums(**known)
 
 
+def clues(busy: float | None, pace: float | None, budget: int | None) -> Clues:
+    return Clues(window_ns=T, busy_ns=busy, pace_ns=pace, max_batched_tokens=budget)
+
+
 def test_chunks_without_output_do_not_make_one_giant_step() -> None:
     # A 1,901-token sample from a 256-token budget: eight steps, of which the engine counted one.
     window = sums(prefill_tokens=1900, generated_tokens=2, first_tokens=1, counted_steps=2)
-    steps = prefill_steps(window, 256)
+    steps = prefill_steps(window, 256, None, 5e6)
     assert steps is not None
     assert steps.low == 1
     assert steps.high == 2
-    shares = shares_from_sums(window, T, 0.9 * T, pace_ns=5e6, max_batched_tokens=256)
+    shares = shares_from_sums(window, clues(0.9 * T, 5e6, 256))
     assert shares.prefill_ns > 0.88 * T
     assert shares.idle_ns == 0.1 * T
 
 
 def test_decodes_alone_are_decode() -> None:
     window = sums(generated_tokens=400, counted_steps=100, running=(4, 4))
-    shares = shares_from_sums(window, T, 0.95 * T, pace_ns=None, max_batched_tokens=256)
+    shares = shares_from_sums(window, clues(0.95 * T, None, 256))
     assert shares.decode_ns == 0.95 * T
     assert (shares.prefill_low_ns, shares.prefill_high_ns) == (0, 0)
 
@@ -54,38 +63,76 @@ def test_prompts_among_running_decodes_are_mixed() -> None:
     window = sums(
         prefill_tokens=8 * 240, generated_tokens=610, first_tokens=2, counted_steps=40, running=(15, 16)
     )
-    shares = shares_from_sums(window, T, float(T), pace_ns=15e6, max_batched_tokens=256)
+    shares = shares_from_sums(window, clues(float(T), 15e6, 256))
     assert shares.mixed_ns == round(T - 32 * 15e6)
     assert shares.prefill_low_ns <= shares.mixed_ns <= shares.prefill_high_ns
     assert shares.prefill_ns == 0
 
 
+def test_a_silent_window_before_a_first_token_is_the_prefill_though_nothing_runs() -> None:
+    later = sums(prefill_tokens=4000, first_tokens=1, generated_tokens=1, counted_steps=1)
+    window = msgspec.structs.replace(clues(1.0 * T, None, 8192), following=later)
+    shares = shares_from_sums(sums(), window)
+    assert shares.prefill_ns == T
+    assert shares.evidence == "estimated"
+
+
+def test_a_slow_decode_window_before_a_first_token_had_a_prompt_in_it() -> None:
+    later = sums(prefill_tokens=900, first_tokens=1, generated_tokens=9, counted_steps=1, running=(4, 5))
+    window = msgspec.structs.replace(clues(1.0 * T, 1e7, 8192), following=later)
+    shares = shares_from_sums(decodes(60, 4), window)
+    assert shares.mixed_ns == pytest.approx(0.395 * T)
+    assert shares.decode_ns == T - shares.mixed_ns
+
+
 def test_running_zero_with_a_busy_gpu_is_unknown_and_never_idle() -> None:
-    shares = shares_from_sums(sums(), T, 1.0 * T, pace_ns=None, max_batched_tokens=256)
+    shares = shares_from_sums(sums(), clues(1.0 * T, None, 256))
     assert shares.unknown_ns == T
     assert shares.idle_ns == 0
 
 
 def test_rest_is_idle() -> None:
-    assert shares_from_sums(sums(), T, None, None, None).idle_ns == T
+    assert shares_from_sums(sums(), clues(None, None, None)).idle_ns == T
 
 
 def test_unknown_steps_make_unknown_shares_not_invented_ones() -> None:
     window = sums(
         prefill_tokens=900, generated_tokens=500, first_tokens=3, counted_steps=None, running=(5, 5)
     )
-    shares = shares_from_sums(window, T, 0.8 * T, pace_ns=5e6, max_batched_tokens=256)
+    shares = shares_from_sums(window, clues(0.8 * T, 5e6, 256))
     assert shares.unknown_ns == 0.8 * T
     assert shares.prefill_high_ns == 0.8 * T
 
 
+def decodes(steps: int, running: int, **values: Any) -> Sums:
+    return sums(generated_tokens=steps * running, counted_steps=steps, running=(running, running), **values)
+
+
 def test_the_pace_of_decode_is_learned_by_batch() -> None:
     pace = DecodePace()
-    assert pace.step_ns(sums(running=(4, 4))) is None
-    pace.learn(sums(generated_tokens=400, counted_steps=100, running=(4, 4)), 1e9)
-    pace.learn(sums(generated_tokens=6400, counted_steps=50, running=(128, 128)), 1e9)
-    assert pace.step_ns(sums(running=(5, 4))) == 1e7
-    assert pace.step_ns(sums(running=(100, 120))) == 2e7
+    assert pace.step_ns(decodes(100, 4)) is None
+    for _ in range(20):
+        pace.learn(decodes(100, 4), decodes(100, 4), 1e9)
+        pace.learn(decodes(50, 128), decodes(50, 128), 1e9)
+    assert pace.step_ns(decodes(100, 4)) == pytest.approx(1e7, rel=0.01)
+    assert pace.step_ns(decodes(50, 128)) == pytest.approx(2e7, rel=0.01)
+    assert 1e7 < (pace.step_ns(decodes(70, 64)) or 0.0) < 2e7
+
+
+def test_the_pace_of_decode_is_learned_where_no_window_is_without_prompts() -> None:
+    pace, rng = DecodePace(), random.Random(5)
+    for _ in range(120):
+        steps, prompts = 0, [rng.expovariate(1 / 1000) for _ in range(rng.randint(1, 8))]
+        steps = round((1e9 - sum(max(0.0, p - 230) * 36e3 for p in prompts)) / 9e6)
+        window = sums(
+            prefill_tokens=round(sum(prompts)),
+            first_tokens=len(prompts),
+            generated_tokens=12 * steps,
+            counted_steps=steps,
+            running=(12, 12),
+        )
+        pace.learn(window, window, 1e9)
+    assert pace.step_ns(window) == pytest.approx(9e6, rel=0.03)
 
 
 OPTIONAL = st.none() | st.integers(0, 5000)
@@ -110,7 +157,7 @@ OPTIONAL = st.none() | st.integers(0, 5000)
 def test_shares_sum_to_the_window_and_lie_in_their_bounds(
     window: Sums, busy: float | None, pace: float | None, budget: int | None
 ) -> None:
-    shares = shares_from_sums(window, T, busy, pace, budget)
+    shares = shares_from_sums(window, clues(busy, pace, budget))
     assert sum(shares.of(phase) for phase in PHASES) == T
     assert min(shares.of(phase) for phase in PHASES) >= 0
     containing = shares.prefill_ns + shares.mixed_ns

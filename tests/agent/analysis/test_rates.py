@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import itertools
-
 import msgspec
 from tests.agent.analysis.builders import SECOND, counters, engine
 
-from gpuidle.agent.analysis.rates import spread_late_prompts, sums_between
+from gpuidle.agent.analysis.rates import sums_between
 from gpuidle.agent.model import EngineReading
 
 
@@ -78,35 +76,3 @@ def test_cores_are_summed() -> None:
     sums = between(engine(1, *rows), engine(2, *later))
     assert sums.generated_tokens == 11
     assert sums.running == (0, 3)
-
-
-def test_a_late_prompt_is_given_back_to_the_seconds_in_which_it_was_computed() -> None:
-    readings = [engine(t, counters(t)) for t in (0, 1, 2, 3)]
-    readings.append(
-        engine(
-            4,
-            counters(
-                4,
-                computed_prompt_tokens=3000,
-                prompt_tokens=3000,
-                generated_tokens=1,
-                first_tokens=1,
-                time_to_first_token_s=3.0,
-            ),
-        )
-    )
-    windows = [between(a, b) for a, b in itertools.pairwise(readings)]
-    moved = spread_late_prompts(windows)
-    tokens = [w.prefill_tokens or 0 for w in moved]
-    assert sum(tokens) == 3000
-    assert tokens == [500, 1000, 1000, 500]
-    assert not any(w.at_rest for w in moved)
-
-
-def test_with_a_queue_nothing_is_moved() -> None:
-    readings = [engine(t, counters(t, requests_waiting=2)) for t in (0, 1, 2)]
-    last = counters(
-        3, computed_prompt_tokens=9, first_tokens=1, time_to_first_token_s=2.0, generated_tokens=1
-    )
-    windows = [between(a, b) for a, b in zip(readings, [*readings[1:], engine(3, last)], strict=True)]
-    assert [w.prefill_tokens for w in spread_late_prompts(windows)] == [0, 0, 9]

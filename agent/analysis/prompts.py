@@ -1,0 +1,194 @@
+"""Prompts in chunks: given back to the windows in which they were computed, and how many steps they touched.
+
+vLLM books a prompt whole on its last chunk, and does not count steps that give no token. So a window in which
+nothing seems to move may be full of chunks, and the window in which the prompt ends shows too many tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from gpuidle.agent.analysis.integers import split
+from gpuidle.agent.analysis.rates import Sums
+
+
+def room_tokens(sums: Sums, max_batched_tokens: int | None) -> float | None:
+    """Return the prompt tokens that fit a step beside the running decodes; None: no budget is known."""
+    if max_batched_tokens is None:
+        return None
+    running = max((value for value in sums.running if value is not None), default=0)
+    return float(max(1, max_batched_tokens - max(0, running - (sums.first_tokens or 0))))
+
+
+def give_back(windows: Sequence[Sums], max_batched_tokens: int | None) -> tuple[list[Sums], float | None]:
+    """Give the chunks of the prompts that ended in the last window back to the windows before it.
+
+    With decodes beside it each chunk is a counted step, so the chunks are as many steps back. Without, the
+    windows in which no token moved while a request was running were chunks; then the time of a prompt token
+    follows, and is the second value (ns). Sums over all windows stay as they are.
+    """
+    moved = list(windows)
+    last = moved[-1] if moved else None
+    if last is None or not last.prefill_tokens or not last.first_tokens or last.reset or len(moved) < 2:
+        return moved, None
+    room = room_tokens(last, max_batched_tokens)
+    if room is None:
+        return _by_first_token_time(moved), None
+    chunks = math.ceil(last.prefill_tokens / room - 1e-9)
+    silent = _silent(moved)
+    if silent and chunks > 1:
+        return _give_to_silent(moved, silent, chunks)
+    if not moved[-2].counted_steps:
+        return _by_first_token_time(moved), None
+    if chunks < 2:
+        return moved, None
+    # The last chunk stands anywhere among the steps of its window: half of them lie before it.
+    left = chunks - max(1.0, min(float(chunks), (last.counted_steps or 1) / 2))
+    parts = [0.0] * len(moved)
+    for i in range(len(moved) - 2, -1, -1):
+        window = moved[i]
+        if left <= 0 or window.reset or not window.counted_steps:
+            break
+        parts[i] = max(0.0, min(left, window.counted_steps - window.chunk_steps))
+        moved[i] = msgspec.structs.replace(window, chunk_steps=window.chunk_steps + parts[i])
+        left -= parts[i]
+    parts[-1] = chunks - sum(parts[:-1])
+    return _move_tokens(moved, parts), None
+
+
+def _silent(windows: Sequence[Sums]) -> list[int]:
+    """Return the windows just before the last in which nothing moved though a request was there."""
+    found: list[int] = []
+    for i in range(len(windows) - 2, -1, -1):
+        window = windows[i]
+        there = any(window.running) or any(window.waiting)
+        if window.reset or window.counted_steps or window.moved or not there:
+            break
+        found.append(i)
+    return found
+
+
+def _give_to_silent(
+    windows: list[Sums], silent: Sequence[int], chunks: int
+) -> tuple[list[Sums], float | None]:
+    """Spread a prompt over silent windows. The gauges move when its first chunk is through.
+
+    That was somewhere in the first of them if it began with nothing running, and the last chunk ended
+    somewhere in the window that booked it: half a window each, with one chunk less between them.
+    """
+    last, first = windows[-1], windows[silent[-1]]
+    began = not first.running[0]
+    whole = silent[:-1] if began else silent
+    span_ns = sum(windows[i].window_ns for i in whole) + last.window_ns / 2
+    span_ns += first.window_ns / 2 if began else 0.0
+    chunk_ns = span_ns / (chunks - 1 if began else chunks)
+    times = {i: float(windows[i].window_ns) for i in whole}
+    if began:
+        before_ns = chunk_ns - first.window_ns / 2
+        times[silent[-1]] = first.window_ns / 2 + min(chunk_ns, first.window_ns / 2)
+        for i in range(silent[-1] - 1, -1, -1):
+            if before_ns <= 0 or not windows[i].at_rest:
+                break
+            times[i] = min(before_ns, float(windows[i].window_ns))
+            before_ns -= times[i]
+    parts = [times.get(i, 0.0) for i in range(len(windows))]
+    parts[-1] = last.window_ns / 2
+    for i, ns in times.items():
+        windows[i] = msgspec.structs.replace(windows[i], chunk_ns=ns)
+    pace_ns = chunk_ns * chunks / (last.prefill_tokens or 1)
+    return _move_tokens(windows, parts), pace_ns
+
+
+def _move_tokens(windows: list[Sums], parts: Sequence[float]) -> list[Sums]:
+    for i, tokens in enumerate(split(windows[-1].prefill_tokens or 0, parts)):
+        own = windows[i].prefill_tokens
+        base = 0 if i == len(windows) - 1 else own
+        windows[i] = msgspec.structs.replace(
+            windows[i], prefill_tokens=None if base is None else base + tokens
+        )
+    return windows
+
+
+def _by_first_token_time(windows: list[Sums]) -> list[Sums]:
+    """A prefill that no gauge shows fills the time to its first token evenly, unless requests queue."""
+    last = windows[-1]
+    if last.time_to_first_token_s is None or any(last.waiting):
+        return windows
+    span_ns = last.time_to_first_token_s * 1e9 / max(1, last.first_tokens or 1)
+    end_ns = (last.start_ns + last.end_ns) / 2
+    overlaps = [
+        0.0
+        if w.reset or w.counted_steps
+        else max(0.0, min(end_ns, w.end_ns) - max(end_ns - span_ns, w.start_ns))
+        for w in windows[:-1]
+    ]
+    if sum(overlaps) <= 0:
+        return windows
+    for i, ns in enumerate(overlaps):
+        windows[i] = msgspec.structs.replace(windows[i], chunk_ns=max(ns, windows[i].chunk_ns))
+    return _move_tokens(windows, [*overlaps, max(1.0, min(span_ns, end_ns - last.start_ns))])
+
+
+class PrefillSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of a window's counted steps had a prefill in them."""
+
+    low: float
+    estimate: float
+    high: float
+    counted_steps: int
+
+
+def prefill_steps(
+    sums: Sums, max_batched_tokens: int | None, busy_ns: float | None, pace_ns: float | None
+) -> PrefillSteps | None:
+    """Bound the steps with a prefill among the counted steps of a window; None where they are not known.
+
+    With S counted steps, n first tokens, P computed prompt tokens, budget b and R running decodes: at least
+    ceil(P/b) (where all steps are counted), at most min(S, n + floor(P/(b-R)) + 1). Requests arrive by
+    chance, and more of them in longer steps: with t the time of a decode-only step and m of one with a
+    prefill, a step has a prefill with the probability a = 1 - e^(-rt) after the former and
+    c = 1 - (1-q) e^(-rm) after the latter (q: a prompt does not fit one step), so that a share
+    a / (a + 1 - c) of the steps has one, m following from the busy time. Requests that find the engine idle
+    each begin a step.
+    """
+    steps, firsts, prompts = sums.counted_steps, sums.first_tokens, sums.prefill_tokens
+    if steps is None or firsts is None or prompts is None:
+        return None
+    given = min(float(steps), sums.chunk_steps)
+    if not firsts:
+        return PrefillSteps(low=0.0, estimate=given, high=float(steps) if given else 0.0, counted_steps=steps)
+    room = room_tokens(sums, max_batched_tokens)
+    whole = sums.always_running
+    chunks = 0.0 if room is None or max_batched_tokens is None else prompts / room
+    high = float(steps) if room is None else min(float(steps), firsts + chunks // 1 + 1 + given)
+    least = math.ceil(prompts / max_batched_tokens) if whole and max_batched_tokens else 1
+    low = float(min(steps, max(1, least)))
+    window_ns = float(max(1, sums.window_ns))
+    busy = min(window_ns, window_ns if busy_ns is None else max(0.0, busy_ns))
+    fresh = firsts * (1 - busy / window_ns)
+    others = max(0.0, steps - fresh)
+    mean = busy / steps if steps else busy
+    pace = min(mean, pace_ns) if pace_ns else mean
+    over = 0.0 if room is None or not prompts else math.exp(-room * firsts / prompts)
+    by_chance = min(others, fresh + _by_chance(others, firsts, window_ns, busy, pace, over))
+    estimate = max(by_chance, chunks if whole else 0.0) + given
+    estimate = min(max(estimate, low), max(high, low))
+    return PrefillSteps(low=low, estimate=estimate, high=max(high, low), counted_steps=steps)
+
+
+def _by_chance(
+    steps: float, firsts: int, window_ns: float, busy_ns: float, pace_ns: float, over: float
+) -> float:
+    share = min(1.0, firsts / steps) if steps else 0.0
+    if not steps:
+        return 0.0
+    starts = 1 - math.exp(-firsts / window_ns * pace_ns)
+    for _ in range(12):
+        longer = max(pace_ns, (busy_ns - (1 - share) * steps * pace_ns) / max(1e-9, share * steps))
+        goes_on = 1 - (1 - over) * math.exp(-(firsts - 1) / window_ns * longer)
+        was, share = share, starts / (starts + 1 - goes_on) if starts + 1 - goes_on > 0 else 1.0
+        share = 0.5 * (was + share)
+    return share * steps
