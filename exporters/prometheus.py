@@ -7,16 +7,21 @@ or an engine that is gone end with the next Frame.
 When no Frame has come for longer than the limit (10 s, or three intervals if that is more), values of the
 moment are left out, while counters stay and `gpuidle_agent_frame_age_seconds` tells the age: an old reading
 must not pass for a new one.
+
+With a certificate it speaks TLS; with a file of users `/metrics` asks for one (`web_security`), while the two
+probes answer everybody.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import socket
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from gpuidle.agent.model import Frame
@@ -25,12 +30,15 @@ from gpuidle.exporters.agent_self import SelfMeter
 from gpuidle.exporters.catalogue import MetricPoints, agent_points
 from gpuidle.exporters.latest import Latest, frame_points
 from gpuidle.exporters.naming import label_name
+from gpuidle.exporters.web_security import Guard, WebSecurity
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 DEFAULT_ADDRESS = "127.0.0.1:9405"
 _READER_TIMEOUT_S = 10
+
+logger = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
@@ -58,19 +66,31 @@ class PrometheusExporter:
 
     Raises:
         ListenError: the address is malformed, taken, or not ours.
+        WebSecurityError: a file of `security` cannot be used.
     """
 
     name = "prometheus"
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        telemetry: Telemetry | None = None,
+        security: WebSecurity = WebSecurity(),  # noqa: B008 - frozen
+    ) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._latest: Latest | None = None
         self._meter = SelfMeter(telemetry)
         registry = CollectorRegistry()
         registry.register(self)
+        guard = Guard(security)
+        self._encrypts = guard.encrypts
         self._server = _listen(address)
-        self._server.set_app(_routes(make_wsgi_app(registry), lambda: self._latest is not None))
+        self._server.guard = guard
+        if guard.asks and not guard.encrypts and not self._is_loopback:
+            logger.warning("passwords for %s travel in clear: give a certificate too", self.address)
+        metrics = _asking(guard, make_wsgi_app(registry))
+        self._server.set_app(_routes(metrics, lambda: self._latest is not None))
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},
@@ -84,6 +104,15 @@ class PrometheusExporter:
         """Where it listens, "host:port"."""
         host, port = self._server.server_address[:2]
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    @property
+    def url(self) -> str:
+        """What a scraper asks."""
+        return f"{'https' if self._encrypts else 'http'}://{self.address}/metrics"
+
+    @property
+    def _is_loopback(self) -> bool:
+        return ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
 
     def publish(self, frame: Frame) -> None:
         """Keep the Frame for the next scrape."""
@@ -132,6 +161,21 @@ def _routes(metrics: Callable[..., Iterable[bytes]], ready: Callable[[], bool]) 
     return app
 
 
+def _asking(guard: Guard, app: Callable[..., Iterable[bytes]]) -> _App:
+    """Return the app behind the guard's question for a user."""
+
+    def ask(
+        environ: dict[str, object], start_response: Callable[[str, list[tuple[str, str]]], object]
+    ) -> Iterable[bytes]:
+        if guard.allows(str(environ.get("HTTP_AUTHORIZATION", ""))):
+            return app(environ, start_response)
+        headers = [("WWW-Authenticate", 'Basic realm="gpuidle"'), ("Content-Type", "text/plain")]
+        start_response("401 Unauthorized", headers)
+        return [b"name and password are needed here\n"]
+
+    return ask
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _READER_TIMEOUT_S  # a reader that stops reading gives its thread back
 
@@ -141,6 +185,17 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    guard: Guard
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Speak TLS where it is on: in the thread of this reader, so that a slow handshake is its own."""
+        context = self.guard.context()
+        if context is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_READER_TIMEOUT_S)
+        with context.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
 
     def server_bind(self) -> None:
         """Bind without the base class's reverse look-up of the host's name, which can hang for seconds."""

@@ -6,9 +6,10 @@ A new exporter is one file with a class that fulfils `gpuidle.agent.ports.Export
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpuidle.agent.ports import Exporter, Telemetry
+from gpuidle.exporters.web_security import WebSecurity
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class ExporterOptions:
 
     prometheus_address: str | None = "127.0.0.1:9405"
     """Where to serve Prometheus, "host:port"; None serves nothing."""
+    prometheus_security: WebSecurity = field(default_factory=WebSecurity)
+    """TLS and users of that endpoint."""
     otlp_endpoint: str | None = None
     """Base URL of an OTLP collector; None leaves the choice to the OTEL_* variables."""
     otlp_interval_s: float | None = None
@@ -37,7 +40,7 @@ def _prometheus(options: ExporterOptions, telemetry: Telemetry | None) -> Export
         return None
     from gpuidle.exporters.prometheus import PrometheusExporter
 
-    return PrometheusExporter(options.prometheus_address, telemetry)
+    return PrometheusExporter(options.prometheus_address, telemetry, options.prometheus_security)
 
 
 def _otlp(options: ExporterOptions, telemetry: Telemetry | None) -> Exporter | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuidle.agent.commands.logs import ProblemLog, set_up
 from gpuidle.agent.commands.notify import service_manager
 from gpuidle.agent.commands.session import (
     Status,
@@ -19,15 +19,14 @@ from gpuidle.agent.commands.session import (
     run_until_signalled,
     source_options,
 )
-from gpuidle.agent.model import Frame, Problem
 
 if TYPE_CHECKING:
     from gpuidle.agent.ports import Exporter, Source
+    from gpuidle.exporters.table import ExporterOptions
 
 log = logging.getLogger("gpuidle")
 
-REPEAT_PROBLEM_S = 600
-"""A problem that lasts is logged again after this time."""
+READABLE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command()
@@ -39,6 +38,30 @@ REPEAT_PROBLEM_S = 600
     show_default=True,
     metavar="HOST:PORT",
     help="Where Prometheus scrapes; 'none' for no endpoint.",
+)
+@click.option(
+    "--prometheus-cert",
+    type=READABLE,
+    metavar="FILE",
+    help="Speak TLS there, with this certificate (PEM, with its chain).",
+)
+@click.option(
+    "--prometheus-key",
+    type=READABLE,
+    metavar="FILE",
+    help="Key of the certificate (PEM) [default: in its file].",
+)
+@click.option(
+    "--prometheus-client-ca",
+    type=READABLE,
+    metavar="FILE",
+    help="Serve only clients with a certificate of this authority.",
+)
+@click.option(
+    "--prometheus-users",
+    type=READABLE,
+    metavar="FILE",
+    help="Serve only these users: lines of NAME:PASSWORD.",
 )
 @click.option(
     "--otlp",
@@ -55,23 +78,58 @@ REPEAT_PROBLEM_S = 600
     "--record", "record_to", type=click.Path(path_type=Path), metavar="FILE", help="Record as well."
 )
 @click.option("--demo", is_flag=True, help="Export the simulated node of `watch --demo`.")
+@click.option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Export a recording as it happened, and end with it.",
+)
+@click.option(
+    "--speed", type=click.FloatRange(0, 10_000), default=1.0, show_default=True, help="Of the replay."
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    default="text",
+    show_default=True,
+    help="Of the log on standard error.",
+)
 def command(
     prices: dict[str, float],
     currency: str,
     prometheus: str,
+    prometheus_cert: Path | None,
+    prometheus_key: Path | None,
+    prometheus_client_ca: Path | None,
+    prometheus_users: Path | None,
     otlp: str | None,
     otlp_interval: float | None,
     record_to: Path | None,
     demo: bool,
+    replay: Path | None,
+    speed: float,
+    log_format: str,
     **live: Any,
 ) -> None:
     """Run as a service that exports metrics. SIGTERM or Ctrl-C ends it, with a last export."""
     from gpuidle.agent.analysis.analyzer import Analyzer, Settings
     from gpuidle.agent.pipeline import Pipeline
+    from gpuidle.exporters.table import ExporterOptions
+    from gpuidle.exporters.web_security import WebSecurity
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    if demo and replay is not None:
+        raise click.UsageError("--demo and --replay exclude each other")
+    set_up(log_format)
     status = Status()
-    exporters = [*_exporters(status, prometheus, otlp, otlp_interval), *_reporters(live["interval"])]
+    options = ExporterOptions(
+        prometheus_address=None if prometheus == "none" else prometheus,
+        prometheus_security=WebSecurity(
+            prometheus_cert, prometheus_key, prometheus_client_ca, prometheus_users
+        ),
+        otlp_endpoint=otlp,
+        otlp_interval_s=otlp_interval,
+    )
+    exporters = [*_exporters(status, options), *_reporters(live["interval"])]
     recorder = None
     if record_to is not None:
         from gpuidle.exporters.recording.writer import RecordingError, SessionWriter
@@ -80,41 +138,52 @@ def command(
             recorder = SessionWriter(record_to)
         except RecordingError as error:
             raise click.ClickException(str(error)) from error
-    source: Source
-    if demo:
-        from gpuidle.agent.clock import SystemClock
-        from gpuidle.collectors.simulator.scenario import demo as demo_scenario
-        from gpuidle.collectors.simulator.source import SimulatorSource
-
-        source = SimulatorSource(demo_scenario(), SystemClock(), tick_ns=round(live["interval"] * 1e9))
-    else:
-        source = live_source(**live)
+    source = _source(demo=demo, replay=replay, speed=speed, live=live)
     analyzer = Analyzer(Settings(price_per_hour=prices, currency=currency))
     pipeline = status.pipeline = Pipeline(
-        source, analyzer.feed, [*exporters, ProblemLog()], recorder=recorder
+        source, analyzer.feed, [*exporters, ProblemLog()], recorder=recorder, lossless=replay is not None
     )
     asyncio.run(run_until_signalled(pipeline, source))
 
 
-def _exporters(
-    status: Status, prometheus: str, otlp: str | None, otlp_interval: float | None
-) -> list[Exporter]:
+def _source(*, demo: bool, replay: Path | None, speed: float, live: dict[str, Any]) -> Source:
+    from gpuidle.agent.clock import SystemClock
+
+    if demo:
+        from gpuidle.collectors.simulator.scenario import demo as demo_scenario
+        from gpuidle.collectors.simulator.source import SimulatorSource
+
+        return SimulatorSource(demo_scenario(), SystemClock(), tick_ns=round(live["interval"] * 1e9))
+    if replay is not None:
+        from gpuidle.collectors.recording.reader import SessionError
+        from gpuidle.collectors.recording.source import ReplaySource
+
+        try:
+            return ReplaySource(replay, SystemClock(), speed=speed)
+        except SessionError as error:
+            raise click.BadParameter(str(error), param_hint="--replay") from error
+    return live_source(**live)
+
+
+def _exporters(status: Status, options: ExporterOptions) -> list[Exporter]:
     from gpuidle.exporters.otlp import OtlpConfigError, OtlpExporter
     from gpuidle.exporters.prometheus import ListenError, PrometheusExporter
-    from gpuidle.exporters.table import EXPORTERS, ExporterOptions
+    from gpuidle.exporters.table import EXPORTERS
+    from gpuidle.exporters.web_security import WebSecurityError
 
-    options = ExporterOptions(None if prometheus == "none" else prometheus, otlp, otlp_interval)
     exporters: list[Exporter] = []
     try:
         exporters += [made for row in EXPORTERS if (made := row.make(options, status)) is not None]
-    except ListenError as error:
+    except (ListenError, WebSecurityError) as error:
         raise click.UsageError(f"--prometheus: {error}") from error
     except OtlpConfigError as error:
         raise click.UsageError(f"--otlp: {error}") from error
     for exporter in exporters:
         if isinstance(exporter, PrometheusExporter):
-            log.info("Prometheus endpoint at http://%s/metrics", exporter.address)
-    if otlp is not None and not any(isinstance(exporter, OtlpExporter) for exporter in exporters):
+            log.info("Prometheus endpoint at %s", exporter.url)
+    if options.otlp_endpoint is not None and not any(
+        isinstance(exporter, OtlpExporter) for exporter in exporters
+    ):
         log.warning("OTLP is switched off by OTEL_SDK_DISABLED or OTEL_METRICS_EXPORTER")
     if not exporters:
         raise click.UsageError("nothing to export to: give --otlp, or leave --prometheus on")
@@ -128,30 +197,3 @@ def _reporters(interval_s: float) -> list[Exporter]:
         log.warning("systemd is not told that the service is alive: %s", error)
         return []
     return [] if manager is None else [manager]
-
-
-class ProblemLog:
-    """An exporter that logs problems as they come and go, and no more than that."""
-
-    name = "log"
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, str, str], float] = {}
-
-    def publish(self, frame: Frame) -> None:
-        """Log what is new, what lasts, and what has gone."""
-        now = time.monotonic()
-        present: dict[tuple[str, str, str], Problem] = {
-            (problem.source, problem.kind, problem.subject): problem for problem in frame.problems
-        }
-        for key, problem in present.items():
-            if now - self._since.get(key, -REPEAT_PROBLEM_S) >= REPEAT_PROBLEM_S:
-                self._since[key] = now
-                remedy = f" ({problem.remedy})" if problem.remedy else ""
-                log.warning("%s: %s%s", problem.source, problem.message, remedy)
-        for key in [key for key in self._since if key not in present]:
-            del self._since[key]
-            log.info("%s: %s is over%s", key[0], key[1], f" for {key[2]}" if key[2] else "")
-
-    def close(self) -> None:
-        """Nothing is held."""
