@@ -67,7 +67,8 @@ def _counts_steps(proc: Path, file: MappedFile) -> bool:
     except OSError:
         return False
     try:
-        return opened.refresh() and opened.counts_steps()
+        opened.refresh()
+        return opened.counts_steps()
     except (MetricFileError, OSError):
         return False
     finally:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 NAME = re.compile(r"/(counter|histogram)_\d+\.db$")
@@ -58,6 +58,23 @@ class Totals:
         return Totals(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
 
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a file, and the counters in it: equal bytes, equal counters."""
+
+    begin: int
+    end: int
+    places: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """Offsets from `begin`, by engine core and name of Totals; a histogram has one for each bucket."""
+
+    def values(self, data: bytes, rank: str) -> dict[str, float]:
+        """Return the counters of one engine core in the bytes of this stretch."""
+        return {
+            name: sum(_VALUE.unpack_from(data, at)[0] for at in places)
+            for name, places in self.places.get(rank, {}).items()
+        }
+
+
 class MetricFile:
     """One file and the places of the counters in it; owns the descriptor."""
 
@@ -65,56 +82,62 @@ class MetricFile:
         self._descriptor = descriptor
         self._used = 0
         self._places: dict[str, dict[str, list[int]]] = {}
-        self._span = (0, 0)
 
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._descriptor)
 
     def refresh(self) -> bool:
-        """Look for new entries; return whether there are counters of steps at all.
+        """Look for new entries; return whether there were any.
 
         Raises:
             MetricFileError: the file is not as it should be.
             OSError: it cannot be read.
         """
         used = self._used_bytes()
-        if used != self._used:
-            self._places = _places(os.pread(self._descriptor, used, 0), used)
-            self._used = used
-            every = [at for by_rank in self._places.values() for each in by_rank.values() for at in each]
-            self._span = (min(every), max(every) + _VALUE.size) if every else (0, 0)
-        return bool(self._places)
+        if used == self._used:
+            return False
+        self._places = _places(os.pread(self._descriptor, used, 0), used)
+        self._used = used
+        return True
 
     @property
     def ranks(self) -> frozenset[str]:
         """The engine cores with counters here."""
         return frozenset(self._places)
 
-    def read(self) -> bytes:
-        """Return the raw bytes that hold all counters: equal bytes, equal counters.
+    def counts_steps(self) -> bool:
+        """Whether this file has the histogram whose count is the number of steps."""
+        return any("steps" in by_name for by_name in self._places.values())
+
+    def span(self, wanted: Callable[[str], bool]) -> Span:
+        """Return the stretch that holds the counters with `wanted` names."""
+        chosen = {
+            rank: {name: places for name, places in by_name.items() if wanted(name)}
+            for rank, by_name in self._places.items()
+        }
+        every = [at for by_name in chosen.values() for places in by_name.values() for at in places]
+        begin = min(every, default=0)
+        return Span(
+            begin,
+            max(every) + _VALUE.size if every else 0,
+            {
+                rank: {name: tuple(at - begin for at in places) for name, places in by_name.items()}
+                for rank, by_name in chosen.items()
+            },
+        )
+
+    def read(self, span: Span) -> bytes:
+        """Return the bytes of a stretch.
 
         Raises:
             MetricFileError: the file was cut short.
             OSError: it cannot be read.
         """
-        begin, end = self._span
-        data = os.pread(self._descriptor, end - begin, begin)
-        if len(data) != end - begin:
+        data = os.pread(self._descriptor, span.end - span.begin, span.begin)
+        if len(data) != span.end - span.begin:
             raise MetricFileError("the file was cut short")
         return data
-
-    def values(self, data: bytes, rank: str) -> dict[str, float]:
-        """Return the counters of one engine core in `data`, by the names of Totals."""
-        begin = self._span[0]
-        return {
-            name: sum(_VALUE.unpack_from(data, at - begin)[0] for at in places)
-            for name, places in self._places.get(rank, {}).items()
-        }
-
-    def counts_steps(self) -> bool:
-        """Whether this file has the histogram whose count is the number of steps."""
-        return any("steps" in by_name for by_name in self._places.values())
 
     def _used_bytes(self) -> int:
         data = os.pread(self._descriptor, _INT.size, 0)
@@ -132,7 +155,7 @@ def _places(data: bytes, used: int) -> dict[str, dict[str, list[int]]]:
         raise MetricFileError("the file was cut short")
     found: dict[str, dict[str, list[int]]] = {}
     for key, at in _entries(data, used):
-        if b'"vllm:' not in key[:16]:
+        if b'"vllm:' not in key:
             continue
         try:
             _family, sample, labels, _help = json.loads(key)

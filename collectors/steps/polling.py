@@ -7,6 +7,8 @@ between two polls, which was which: then one row holds them all and the others a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -87,6 +89,10 @@ class RankFollower:
         self._last_poll_ns = now_ns
         return rows
 
+    def rest(self, now_ns: int) -> None:
+        """Take a poll that saw nothing new."""
+        self._last_poll_ns = now_ns
+
     def _settle(self, seen: _Seen) -> Row:
         change = seen.totals.minus(self._base)
         self._base = seen.totals
@@ -128,14 +134,13 @@ class Follower:
             MetricFileError: the files are not as they should be.
             OSError: they cannot be read.
         """
-        self._files = (histograms, counters)
-        for file in self._files:
-            file.refresh()
-        self._refreshed_ns = now_ns
-        self._last = (b"", b"")
-        self._ranks = {rank: RankFollower(self._totals(rank), now_ns) for rank in counters.ranks}
+        self._counters, self._histograms = counters, histograms
+        self._refresh(now_ns)
+        totals = self._read_all(histograms.read(self._steps))
+        self._ranks = {rank: RankFollower(totals[rank], now_ns) for rank in histograms.ranks}
         self._rows: dict[str, list[Row]] = {rank: [] for rank in self._ranks}
         self._lost: dict[str, int] = dict.fromkeys(self._ranks, 0)
+        self._last = b""
         self._unsettled = False
         self._closed = False
         self._lock = threading.Lock()
@@ -146,11 +151,11 @@ class Follower:
         """Let go of the files; a poll that comes later does nothing."""
         with self._lock:
             self._closed = True
-            for file in self._files:
-                file.close()
+            self._counters.close()
+            self._histograms.close()
 
     def poll(self, now_ns: int) -> bool:
-        """Look once; return whether anything moved.
+        """Look once; return whether a step was counted.
 
         Raises:
             MetricFileError: the files are not as they should be.
@@ -161,21 +166,42 @@ class Follower:
 
     def _poll(self, now_ns: int) -> bool:
         if now_ns - self._refreshed_ns >= _REFRESH_NS:
-            self._refreshed_ns = now_ns
-            for file in self._files:
-                file.refresh()
-        histograms, counters = self._files
-        # In this order: the engine writes tokens before it counts the step.
-        now = (histograms.read(), counters.read())
-        if now == self._last and not self._unsettled:
-            return False
-        moved = now != self._last
-        self._last, self._unsettled = now, moved
-        for rank, follower in self._ranks.items():
-            rows = follower.poll(self._totals(rank, now), now_ns)
-            if rows:
-                self._keep(rank, rows)
+            self._refresh(now_ns)
+        # The engine writes tokens before it counts the step: one stretch tells whether there is more.
+        steps = self._histograms.read(self._steps)
+        moved = steps != self._last
+        if moved or self._unsettled:
+            totals = self._read_all(steps)
+            for rank, follower in self._ranks.items():
+                rows = follower.poll(totals[rank], now_ns)
+                if rows:
+                    self._keep(rank, rows)
+        else:
+            for follower in self._ranks.values():
+                follower.rest(now_ns)
+        self._last, self._unsettled = steps, moved
         return moved
+
+    def _refresh(self, now_ns: int) -> None:
+        self._refreshed_ns = now_ns
+        if self._histograms.refresh():
+            self._steps = self._histograms.span(lambda name: name == "steps")
+            self._firsts = self._histograms.span(lambda name: name != "steps")
+        if self._counters.refresh():
+            self._tokens = self._counters.span(lambda _: True)
+
+    def _read_all(self, steps: bytes) -> dict[str, Totals]:
+        firsts, tokens = self._histograms.read(self._firsts), self._counters.read(self._tokens)
+        out = {}
+        for rank in self._histograms.ranks:
+            values = {
+                **self._steps.values(steps, rank),
+                **self._firsts.values(firsts, rank),
+                **self._tokens.values(tokens, rank),
+            }
+            values.setdefault("computed_prompt_tokens", values.get("prompt_tokens", 0.0))
+            out[rank] = Totals(**values)
+        return out
 
     def take(self, until_ns: int) -> Mapping[str, tuple[list[Row], int]]:
         """Return rows that ended by `until_ns` and steps lost, by engine core, once."""
@@ -196,13 +222,6 @@ class Follower:
         if over > 0:
             self._lost[rank] += over
             del kept[:over]
-
-    def _totals(self, rank: str, data: tuple[bytes, bytes] | None = None) -> Totals:
-        histograms, counters = self._files
-        one, two = data or (histograms.read(), counters.read())
-        values = {**histograms.values(one, rank), **counters.values(two, rank)}
-        values.setdefault("computed_prompt_tokens", values.get("prompt_tokens", 0.0))
-        return Totals(**values)
 
 
 class Poller:
@@ -228,6 +247,9 @@ class Poller:
             self._thread.join(1.0)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # it needs CAP_SYS_NICE; without it a full machine loses steps
+            policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
+            os.sched_setscheduler(threading.get_native_id(), policy, os.sched_param(1))
         moved_ns = time.monotonic_ns()
         while not self._stopped.is_set():
             now_ns = time.monotonic_ns()
