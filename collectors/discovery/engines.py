@@ -7,12 +7,14 @@ find the engines.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from gpuidle.agent.model import Problem
 from gpuidle.collectors.discovery.processes import Listener, Process, ProcessTable
+from gpuidle.collectors.engines.identity import is_loopback, port_of
 from gpuidle.collectors.engines.rule import EngineKind, Settings
 from gpuidle.collectors.modelfiles.config_json import ConfigError, resolve_within
 from gpuidle.collectors.support.files import read_regular
@@ -80,7 +82,7 @@ def find_engines(
     for kind, root in _roots(table, kinds):
         before = (answering or {}).get((root.pid, root.start_ns))
         engines.append(_found(listing, kind, root, {} if foreign else gpu_processes, before, foreign=foreign))
-    return Discovered(tuple(engines), missing, foreign)
+    return Discovered(_unmistakable(engines), missing, foreign)
 
 
 def _roots(table: ProcessTable, kinds: Sequence[EngineKind]) -> list[tuple[EngineKind, Process]]:
@@ -148,9 +150,15 @@ def _found(
         urls, unreachable, hidden = before.urls, before.unreachable, before.hidden
     elif settings.blind is None:
         listeners, hidden = _listeners(listing, [root, *fronts], settings.port)
-        reachable = [one for one in listeners if _is_near(listing, root, one)]
-        urls = tuple(f"{settings.scheme}://{one.address}:{one.port}" for one in reachable)[:_MOST_URLS]
-        if listeners and not reachable:
+        places = [
+            (address, one.port)
+            for one in listeners
+            for address in (
+                (one.address,) if _is_near(listing, root, one) else _from_afar(listing, root, one)
+            )
+        ]
+        urls = tuple(f"{settings.scheme}://{address}:{port}" for address, port in places)[:_MOST_URLS]
+        if listeners and not places:
             unreachable = _far(kind, root, listeners[0].port)
     problems = [*settings.problems]
     if hidden:
@@ -224,6 +232,35 @@ def _is_near(listing: _Listing, process: Process, listener: Listener) -> bool:
     return any(one.inode == listener.inode for one in listing.listeners("self"))
 
 
+def _from_afar(listing: _Listing, process: Process, listener: Listener) -> tuple[str, ...]:
+    """Return the addresses, as in a URL, at which a listener of another network namespace may be reached.
+
+    A container's or pod's address leads from the node and from other pods to that container, unless it is an
+    address of our own too.
+    """
+    theirs = listing.table.addresses(process.pid)
+    if not listener.anywhere:
+        theirs = tuple(address for address in theirs if address == listener.address)
+    ours = set(listing.table.addresses("self"))
+    return tuple(address for address in theirs if address not in ours)
+
+
+def _unmistakable(engines: Sequence[FoundEngine]) -> tuple[FoundEngine, ...]:
+    """Leave out addresses that two engines have: containers behind separate bridges may have the same one.
+
+    On the loopback that does not happen: such addresses are of our own network namespace.
+    """
+    times = Counter(url for engine in engines for url in engine.urls if not is_loopback(url))
+    out = []
+    for engine in engines:
+        urls = tuple(url for url in engine.urls if times[url] <= 1)
+        unreachable = engine.unreachable
+        if engine.urls and not urls:
+            unreachable = _far(engine.kind, engine.root, port_of(engine.urls[0]))
+        out.append(replace(engine, urls=urls, unreachable=unreachable))
+    return tuple(out)
+
+
 def _no_api(kind: EngineKind, root: Process) -> Problem:
     return Problem(
         source=kind.rule.engine,
@@ -239,9 +276,10 @@ def _far(kind: EngineKind, root: Process, port: int) -> Problem:
         source="discovery",
         kind="foreign_network_namespace",
         message=f"{kind.rule.engine} (process {root.pid}) listens on port {port} of another network "
-        "namespace",
-        remedy="run gpuidle with the host's network beside an engine that has it too, or name the address "
-        "under which the engine is reached with --engine-url",
+        "namespace, at no address that leads there from here",
+        remedy="let the engine listen on its container's address (vLLM: --host 0.0.0.0), run gpuidle with "
+        "the host's network beside an engine that has it too, or name the address under which the engine is "
+        "reached with --engine-url",
     )
 
 

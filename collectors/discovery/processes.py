@@ -58,6 +58,8 @@ class Listener:
     """As in a URL: "127.0.0.1", "[::1]"; any-address comes out as loopback."""
     port: int
     inode: int
+    anywhere: bool = False
+    """Whether it listens on all addresses of its network namespace."""
 
 
 class ProcessTable:
@@ -219,6 +221,31 @@ class ProcessTable:
                     found += [listener] if listener is not None else []
         return tuple(found)
 
+    def addresses(self, pid: int | str) -> tuple[str, ...]:
+        """Return the addresses of the network namespace that `pid` lives in, as in a URL, without loopback.
+
+        Those of the routing table of type "local" (IPv4) and those of global scope (IPv6).
+        """
+        found: dict[str, None] = {}
+        last = b""
+        for line in self._lines(pid, "net/fib_trie"):
+            words = line.split()
+            if words[:1] == [b"|--"]:
+                last = words[-1]
+            elif words == [b"/32", b"host", b"LOCAL"] and not last.startswith(b"127."):
+                found[last.decode("ascii", "replace")] = None
+        for line in self._lines(pid, "net/if_inet6"):
+            words = line.split()
+            if len(words) > 3 and words[3] == b"00" and len(words[0]) == 32:
+                found[f"[{ipaddress.IPv6Address(bytes.fromhex(words[0].decode('ascii')))}]"] = None
+        return tuple(found)
+
+    def _lines(self, pid: int | str, name: str) -> list[bytes]:
+        try:
+            return self._bytes(pid, name).splitlines()
+        except OSError:
+            return []
+
     def socket_inodes(self, pid: int) -> frozenset[int]:
         """Return the inodes of the sockets that a process holds.
 
@@ -248,7 +275,7 @@ class ProcessTable:
 def _listener(address: bytes, inode: bytes) -> Listener | None:
     host, _, port = address.partition(b":")
     try:
-        return Listener(_host(host.decode("ascii")), int(port, 16), int(inode))
+        return Listener(_host(host.decode("ascii")), int(port, 16), int(inode), anywhere=not host.strip(b"0"))
     except ValueError:
         return None
 

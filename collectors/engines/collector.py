@@ -166,14 +166,15 @@ class EnginesCollector:
 
     def _owner(self, endpoint: NamedEndpoint, found: Sequence[FoundEngine]) -> FoundEngine | None:
         """Return the engine among the processes that an endpoint named by hand belongs to, if it is sure."""
-        if is_loopback(endpoint.url):
+        same = [e for e in found if endpoint.url.rstrip("/") in e.urls]
+        if not same and is_loopback(endpoint.url):
             port = port_of(endpoint.url)
-            same = [e for e in found if any(port_of(url) == port for url in e.urls)]
-            if same:
-                return same[0]
-        # An engine in a container answers under another address: the only one with this model must be it.
+            same = [e for e in found if any(is_loopback(url) and port_of(url) == port for url in e.urls)]
+        if same:
+            return same[0]
+        # An engine in a container may be asked at another address: the only one with this model must be it.
         model = self._named_models.get(endpoint.url)
-        far = [e for e in found if e.unreachable is not None and model and e.settings.model == model]
+        far = [e for e in found if _is_far(e) and model and e.settings.model == model]
         twins = [url for url, told in self._named_models.items() if told == model]
         return far[0] if len(far) == 1 and len(twins) == 1 else None
 
@@ -272,6 +273,13 @@ def _no_proc(table: ProcessTable, error: OSError) -> Problem:
         kind="no_proc",
         message=f"no processes can be read under {table.root}: {error}",
         remedy="mount the proc file system there, or name engines with --engine-url",
+    )
+
+
+def _is_far(found: FoundEngine) -> bool:
+    """Return whether what listens is not on this machine's loopback."""
+    return found.unreachable is not None or (
+        bool(found.urls) and not any(is_loopback(url) for url in found.urls)
     )
 
 

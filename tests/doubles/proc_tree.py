@@ -69,6 +69,20 @@ class ProcTree:
         for number, (address, port) in enumerate(listen):
             self.listen(pid, address, port, fd=3 + number)
 
+    def addresses(self, pid: int | str, *addresses: str) -> None:
+        """Give the network namespace of a process ("self": our own) addresses beside its loopback."""
+        four = [address for address in addresses if ":" not in address]
+        lines = ["Main:", "  +-- 0.0.0.0/0 3 0 5", "     |-- 0.0.0.0", "        /0 universe UNICAST"]
+        for address in ["127.0.0.1", *four]:
+            lines += [f"           |-- {address}", "              /32 host LOCAL"]
+        lines += ["        |-- 10.255.255.255", "           /32 link BROADCAST"]
+        # The kernel lists the same once more, as the table "local".
+        text = "\n".join([*lines, "Local:", *lines[1:]]) + "\n"
+        rows = [f"{'0' * 31}1 01 80 10 80       lo", "fe80000000000000000000fffe000001 04 40 20 80     eth0"]
+        rows += [f"{_hex(address)} 04 40 00 82     eth0" for address in addresses if ":" in address]
+        (self.root / str(pid) / "net" / "fib_trie").write_text(text)
+        (self.root / str(pid) / "net" / "if_inet6").write_text("\n".join(rows) + "\n")
+
     def listen(self, pid: int, address: str, port: int, *, fd: int = 3) -> int:
         """Let a process listen; return the socket's inode."""
         self._inode += 1
@@ -109,6 +123,13 @@ def _row(at: int, digits: str, port: int, state: str, inode: int) -> str:
         f"{at:4}: {digits}:{port:04X} {'0' * len(digits)}:0000 {state} 00000000:00000000 00:00000000 "
         f"00000000  1000        0 {inode} 1 0000000000000000 100 0 0 10 0"
     )
+
+
+def _hex(address: str) -> str:
+    """The kernel's form of an IPv6 address in if_inet6: its bytes in order."""
+    import socket
+
+    return socket.inet_pton(socket.AF_INET6, address).hex()
 
 
 def _digits(address: str) -> str:

@@ -136,6 +136,54 @@ def test_another_network_namespace_is_never_asked_on_our_own_loopback(tmp_path: 
     assert "--engine-url" in engine.unreachable.remedy
 
 
+POD_NET = "net:[4026532999]"
+
+
+def test_an_engine_in_a_pod_is_asked_at_the_pods_address(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    tree.addresses("self", "10.0.0.1")
+    tree.add(10, SERVE, listen=[("0.0.0.0", 8000)], net=POD_NET)
+    tree.addresses(10, "10.1.2.3", "fd00::3")
+    engine = found(tmp_path)
+    assert engine.urls == ("http://10.1.2.3:8000", "http://[fd00::3]:8000")
+    assert engine.unreachable is None
+
+
+def test_a_listener_on_one_address_of_a_pod_is_asked_there(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    tree.add(10, SERVE, listen=[("10.1.2.4", 8000)], net=POD_NET)
+    tree.addresses(10, "10.1.2.3", "10.1.2.4")
+    assert found(tmp_path).urls == ("http://10.1.2.4:8000",)
+
+
+@pytest.mark.parametrize(
+    ("listens", "ours"), [("127.0.0.1", "10.0.0.1"), ("::1", "10.0.0.1"), ("0.0.0.0", "10.1.2.3")]
+)
+def test_a_pods_loopback_and_an_address_that_is_ours_too_lead_nowhere(
+    tmp_path: Path, listens: str, ours: str
+) -> None:
+    tree = ProcTree(tmp_path)
+    tree.addresses("self", ours)
+    tree.add(10, SERVE, listen=[(listens, 8000)], net=POD_NET)
+    tree.addresses(10, "10.1.2.3")
+    engine = found(tmp_path)
+    assert engine.urls == ()
+    assert engine.unreachable is not None
+    assert "--host" in engine.unreachable.remedy
+
+
+def test_two_containers_with_one_address_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    for pid, more in ((10, ["10.5.0.9"]), (11, [])):
+        tree.add(pid, SERVE, listen=[("0.0.0.0", 8000)], net=f"net:[40265330{pid}]")
+        tree.addresses(pid, "172.17.0.2", *more)
+    one, other = discovered(tmp_path).engines
+    assert (one.urls, one.unreachable) == (("http://10.5.0.9:8000",), None)
+    assert other.urls == ()
+    assert other.unreachable is not None
+    assert other.unreachable.kind == "foreign_network_namespace"
+
+
 def test_where_namespaces_may_not_be_compared_the_sockets_inode_decides(tmp_path: Path) -> None:
     tree = ProcTree(tmp_path)
     tree.add(10, SERVE, listen=[("0.0.0.0", 8000)], net=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -205,8 +206,6 @@ def test_without_a_proc_folder_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_real_table_knows_this_process() -> None:
-    import socket
-
     table = ProcessTable()
     table.refresh()
     me = table.get(os.getpid())
@@ -221,3 +220,14 @@ def test_the_real_table_knows_this_process() -> None:
         port = server.getsockname()[1]
         mine = [one for one in table.listeners(me.pid) if one.inode in table.socket_inodes(me.pid)]
         assert Listener("127.0.0.1", port, os.fstat(server.fileno()).st_ino) in mine
+
+
+def test_the_real_addresses_of_this_machine_are_read_without_its_loopback() -> None:
+    import psutil
+
+    known = [address for each in psutil.net_if_addrs().values() for address in each]
+    wanted = {a.address for a in known if a.family == socket.AF_INET and not a.address.startswith("127.")}
+    got = ProcessTable().addresses("self")
+    assert {address for address in got if not address.startswith("[")} == wanted
+    assert "[::1]" not in got
+    assert not [address for address in got if address.startswith("[fe80")]

@@ -435,6 +435,19 @@ def test_a_container_reached_by_hand_is_joined_with_its_processes(
     assert engine.model_text is not None
 
 
+def test_a_container_found_at_its_own_address_and_named_by_hand_is_one_engine(
+    tree: ProcTree, bench: Callable[..., Bench]
+) -> None:
+    with FakeVllm(page("4"), root=SERVE[-1]).serving() as url:
+        tree.add(10, SERVE, listen=[("0.0.0.0", 1)], net="net:[4026532999]", files=tree.root.parent / "files")
+        # It leads to this machine and is no loopback address by its look. Nothing answers at that port.
+        tree.addresses(10, "0.0.0.0")
+        one = bench(endpoints=(NamedEndpoint(url),))
+        one.read()
+        engine = one.engine(5.0)
+    assert (engine.root_pid, engine.url, engine.state) == (10, url, "serving")
+
+
 def test_a_wrong_url_is_refused_at_once() -> None:
     with pytest.raises(HttpError, match="neither"):
         EnginesCollector(ENGINES, endpoints=(NamedEndpoint("localhost:8000"),))
