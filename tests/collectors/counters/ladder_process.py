@@ -31,6 +31,7 @@ class Tap:
     def read(self, now_ns, devices):
         answer = self.rung.read(now_ns, devices)
         status.extend(answer.status)
+        raw.extend(answer.series)
         return answer
 
 def plain(value):
@@ -38,15 +39,16 @@ def plain(value):
         return value.tolist()
     raise NotImplementedError
 
-status = []
+status, raw = [], []
 rungs = [GpmRung()] if "gpm" in sys.argv else []
 rungs += [DcgmRung(url) for url in sys.argv if url.startswith("http://")]
 ladder = LadderCollector(NvmlCollector(), [Tap(rung) for rung in rungs])
 for line in sys.stdin:
     status.clear()
+    raw.clear()
     reading = ladder.read(time.monotonic_ns())
     tick = {"gpus": reading.gpus, "counters": reading.counters, "problems": reading.problems,
-            "status": status, "threads": threading.active_count()}
+            "status": status, "raw": raw, "threads": threading.active_count()}
     print(msgspec.json.encode(tick, enc_hook=plain).decode(), flush=True)
 """
 
@@ -72,6 +74,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...]
     status: tuple[RungStatus, ...]
     """What the rungs themselves said."""
+    raw: tuple[Series, ...]
+    """What all rungs gave, those that the ladder did not hand on included."""
     threads: int
 
     def state(self, hw_id: str, rung: str = "nvml_gpm") -> str | None:
