@@ -6,7 +6,7 @@ from gpuidle.agent.model import Check
 from gpuidle.collectors.checks.observe import RUNGS_S, Seen, measured
 from gpuidle.collectors.counters.dcgm_find import NONE
 from gpuidle.collectors.counters.dcgm_page import COLUMNS
-from gpuidle.collectors.counters.dcgm_status import INTERVAL_REMEDY, PROFILING_REMEDY
+from gpuidle.collectors.counters.dcgm_status import INTERVAL_REMEDY, PROFILING_REMEDY, page_problems
 
 _SLOW_NS = 2_000_000_000
 _WORDS = {
@@ -46,6 +46,10 @@ def dcgm_checks(seen: Seen) -> tuple[Check, ...]:
         Check(id="dcgm.exporter", status="ok", found=f"answers at {standing.url}"),
         _profiling(seen),
         _interval(seen),
+        *(
+            Check(id="dcgm.values", status="limited", found=problem.message, remedy=problem.remedy)
+            for problem in page_problems(standing)
+        ),
     )
 
 

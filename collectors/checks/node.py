@@ -25,7 +25,9 @@ def _work(seen: Seen) -> Check:
             else "no GPU and no engine: there is nothing to measure",
             remedy="name an engine with --engine-url, or see a simulated node: gpuidle watch --demo",
         )
-    found = f"{_many(gpus, 'GPU or MIG instance', 'GPUs or MIG instances')}, {_many(engines, 'engine')}"
+    instances = sum(device.parent_hw_id is not None for device in seen.devices)
+    split = f", {_many(instances, 'MIG instance')}" if instances else ""
+    found = f"{_many(gpus - instances, 'GPU')}{split}, {_many(engines, 'engine')}"
     if not engines:
         return Check(
             id="node.work",
@@ -115,7 +117,7 @@ def _clocks(seen: Seen) -> Check:
     return Check(
         id="node.clock",
         status="ok",
-        found=f"CLOCK_MONOTONIC is fine, the wall clock is not measured by{slept}",
+        found=f"CLOCK_MONOTONIC; the wall clock plays no part{slept}",
     )
 
 
@@ -127,5 +129,5 @@ def _list(capabilities: frozenset[str]) -> str:
     return ", ".join(sorted(capabilities)) or "no capability"
 
 
-def _many(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+def _many(count: int, one: str) -> str:
+    return f"{count} {one if count == 1 else one + 's'}"

@@ -31,6 +31,14 @@ DRIVER_S = 5.0
 RUNGS_S = 4.0
 """How long the rungs may take: enough for a renewal each second, and to catch a counter that is stuck."""
 FIRST_RUNGS_S = 1.0
+MUTE_KINDS = (
+    "foreign_network_namespace",
+    "no_api_process",
+    "no_http",
+    "no_tcp_port",
+    "stats_disabled",
+)
+"""Reasons for which an engine will not answer, however long one waits."""
 DEAD = "it reads 0 while the driver shows the GPU busy: a dead counter, not an idle GPU"
 DEAD_REMEDY = "restart dcgm-exporter, or end the other profiler; after an Xid reset the GPU"
 ENGINES_S = 4.0
@@ -219,7 +227,8 @@ def _read_engines(place: Place, devices: Sequence[GpuReading]) -> Reading:
         # once may just have ended.
         reading = collector.read(start_ns + rounds * _DISCOVERY_NS)
         rounds += 1
-        silent = any(engine.counters is None for engine in reading.engines)
+        mute = {problem.subject for problem in reading.problems if problem.kind in MUTE_KINDS}
+        silent = any(e.counters is None and e.engine_id not in mute for e in reading.engines)
         if rounds > 1 and (not silent or time.monotonic() > end_s):
             break
         time.sleep(_ROUND_S)

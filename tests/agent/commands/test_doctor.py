@@ -35,7 +35,7 @@ CONFIG = json.dumps(
 )
 
 CHECKS = (
-    Check(id="node.work", status="ok", found="1 GPU or MIG instance, 1 engine"),
+    Check(id="node.work", status="ok", found="1 GPU, 1 engine"),
     Check(
         id="node.rights",
         status="limited",
