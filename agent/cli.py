@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "watch": ("watch", "Show live what the GPUs of this node do and why compute stands idle."),
     "run": ("run", "Run as a service that exports metrics."),
     "record": ("record", "Write what is read to a session file."),
+    "check": ("check", "Judge wasted compute for a monitoring system: exit 0, 1, 2 or 3."),
     "doctor": ("doctor", "Say what this node can measure, why not more, and the remedy."),
     "plan": ("plan", "Say what a model can do on a GPU at best: time of a step, idle compute, cost."),
     "calibrate": ("calibrate", "Measure what this device reaches in matrix products and copies."),
