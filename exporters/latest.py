@@ -8,6 +8,7 @@ from gpuidle.agent.model import Frame
 from gpuidle.exporters.catalogue import MetricPoints, points
 
 STALE_AFTER_S = 10.0
+STOPPED_AFTER_S = 60.0
 
 
 class Latest(NamedTuple):
@@ -26,6 +27,15 @@ class Latest(NamedTuple):
         The limit is 10 s, or three intervals of the source where that is more.
         """
         return self.age_s(now_ns) > max(STALE_AFTER_S, 3 * self.frame.interval_ns / 1e9)
+
+    def stopped(self, now_ns: int) -> bool:
+        """Return whether frames have stopped, so that the process should be started again.
+
+        The limit is 60 s, or three intervals of the source where that is more. The first Frame does not tell
+        the interval: after it alone nothing is said to have stopped.
+        """
+        interval_s = self.frame.interval_ns / 1e9
+        return interval_s > 0 and self.age_s(now_ns) > max(STOPPED_AFTER_S, 3 * interval_s)
 
 
 def frame_points(latest: Latest | None, now_ns: int) -> list[MetricPoints]:

@@ -1,8 +1,9 @@
 """Metrics for Prometheus: a small HTTP server that answers from the last Frame at once.
 
-`/metrics` in the text format or OpenMetrics, as the scraper asks; `/healthz` is 200 while the process
-serves; `/readyz` is 200 after the first Frame. No state is kept between scrapes: the series of a process
-or an engine that is gone end with the next Frame.
+`/metrics` in the text format or OpenMetrics, as the scraper asks. `/healthz` is 200 while the process serves,
+and 503 once Frames have stopped for a minute (or three intervals if that is more), so that whoever watches
+over the process starts it again. `/readyz` is 200 after the first Frame. No state is kept between scrapes:
+the series of a process or an engine that is gone end with the next Frame.
 
 When no Frame has come for longer than the limit (10 s, or three intervals if that is more), values of the
 moment are left out, while counters stay and `gpuidle_agent_frame_age_seconds` tells the age: an old reading
@@ -90,7 +91,7 @@ class PrometheusExporter:
         if guard.asks and not guard.encrypts and not self._is_loopback:
             logger.warning("passwords for %s travel in clear: give a certificate too", self.address)
         metrics = _asking(guard, make_wsgi_app(registry))
-        self._server.set_app(_routes(metrics, lambda: self._latest is not None))
+        self._server.set_app(_routes(metrics, lambda: self._latest))
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},
@@ -141,8 +142,20 @@ class PrometheusExporter:
 _App = Callable[[dict[str, object], Callable[[str, list[tuple[str, str]]], object]], Iterable[bytes]]
 
 
-def _routes(metrics: Callable[..., Iterable[bytes]], ready: Callable[[], bool]) -> _App:
+def _routes(metrics: Callable[..., Iterable[bytes]], latest: Callable[[], Latest | None]) -> _App:
     """Return the WSGI application of the three paths."""
+
+    def probe(path: str) -> tuple[str, str]:
+        last, now_ns = latest(), time.monotonic_ns()
+        if path == "/":
+            return "200 OK", "gpuidle: /metrics /healthz /readyz\n"
+        if path == "/healthz":
+            if last is not None and last.stopped(now_ns):
+                return "503 Service Unavailable", f"no frame for {last.age_s(now_ns):.0f} s\n"
+            return "200 OK", "ok\n"
+        if path == "/readyz":
+            return ("503 Service Unavailable", "no frame yet\n") if last is None else ("200 OK", "ready\n")
+        return "404 Not Found", "not found: see /metrics\n"
 
     def app(
         environ: dict[str, object], start_response: Callable[[str, list[tuple[str, str]]], object]
@@ -150,11 +163,7 @@ def _routes(metrics: Callable[..., Iterable[bytes]], ready: Callable[[], bool]) 
         path = environ.get("PATH_INFO")
         if path == "/metrics":
             return metrics(environ, start_response)
-        status, text = {
-            "/": ("200 OK", "gpuidle: /metrics /healthz /readyz\n"),
-            "/healthz": ("200 OK", "ok\n"),
-            "/readyz": ("200 OK", "ready\n") if ready() else ("503 Service Unavailable", "no frame yet\n"),
-        }.get(str(path), ("404 Not Found", "not found: see /metrics\n"))
+        status, text = probe(str(path))
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [text.encode()]
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import generate_latest
@@ -96,6 +97,19 @@ def test_ready_only_after_the_first_frame_and_alive_before(exporter: PrometheusE
     exporter.publish(frame())
     assert get(f"{base}/readyz")[0] == 200
     assert get(f"{base}/elsewhere")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "age_s", "status"),
+    [(1, 59, 200), (1, 61, 503), (30, 89, 200), (30, 91, 503), (0, 999, 200)],
+)
+def test_it_is_not_healthy_once_frames_have_stopped(
+    exporter: PrometheusExporter, monkeypatch: pytest.MonkeyPatch, interval_s: int, age_s: int, status: int
+) -> None:
+    exporter.publish(msgspec.structs.replace(frame(), interval_ns=interval_s * 10**9))
+    monkeypatch.setattr(latest.Latest, "age_s", lambda *_: float(age_s))
+    assert get(f"http://{exporter.address}/healthz")[0] == status
+    assert get(f"http://{exporter.address}/readyz")[0] == 200
 
 
 def test_the_series_of_what_is_gone_end_with_the_next_frame(exporter: PrometheusExporter) -> None:
