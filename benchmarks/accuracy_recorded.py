@@ -139,8 +139,8 @@ def score(run: Recorded, *, lead_ns: int = 0, own_times: bool = True) -> tuple[l
         )  # fmt: skip
     errors: list[float] = []
     labelled = busy = 0
-    for start, containing, decode, _idle, unknown in window_shares(run, lead_ns):
-        truth = shares_from_steps([exact], start, start + SECOND)
+    for begin, containing, decode, _idle, unknown in window_shares(run, lead_ns):
+        truth = shares_from_steps([exact], begin, begin + SECOND)
         assert truth is not None
         real = truth.shares.prefill_ns + truth.shares.mixed_ns
         spent = real + truth.shares.decode_ns

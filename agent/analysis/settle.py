@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
+from gpuidle.agent.analysis.fastphase import label_window
+from gpuidle.agent.analysis.integers import clip_to
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause, ledger
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
@@ -25,6 +27,9 @@ from gpuidle.agent.physics.shapes import ModelShape
 
 TENSOR_CEILING_RATIO = 1.0
 """What the tensor pipe's counter reaches at most (0.5 on GeForce: peaks of such cards are not used here)."""
+
+SLOW_NS = 100_000_000
+"""Width of a sample from which on it holds too many steps to say what they were."""
 
 Throttle = Literal["throttled_power", "throttled_thermal", "throttled_other"]
 
@@ -139,6 +144,8 @@ def settle_gpu(
     evidence = _evidence(window, reading, seen, engines, peaks)
     booked = ledger(evidence)
     shares = _gpu_shares(evidence, engines)
+    if engines and evidence.owner == "engine" and all(e.sums is None and e.steps is None for e in engines):
+        shares = _fast_shares(track, window, peaks) or shares
     track.window_ns, track.causes_ns, track.estimated = booked.window_ns, booked.causes_ns, booked.estimated
     track.shares, track.rung = shares, seen.rung
     for cause, value in booked.causes_ns.items():
@@ -277,6 +284,32 @@ def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
     # Several engines at work on one device: whose step it was, no slow counter can tell.
     sums = engines[0].sums if engines and not acting else None
     return shares_from_sums(sums, Clues(window_ns=window_ns, busy_ns=_known_active(evidence)))
+
+
+def _fast_shares(track: GpuTrack, window: Pending, peaks: DevicePeaks | None) -> Shares | None:
+    """Label by fast counters alone; samples of 100 ms and more hold many steps, and no phase is guessed.
+
+    What contains a prefill is called mixed: these counters cannot tell it from prefill alone.
+    """
+    rows = [s for s in track.counters if len(s) and int(s.width_ns[0]) < SLOW_NS]
+    if peaks is None or not rows:
+        return None
+    found = label_window(track.levels, rows, window.start_ns, window.end_ns, peaks.memory_bytes_per_s)
+    if found is None:
+        return None
+    wanted = {"mixed": found.containing_ns, "decode": found.decode_ns, "idle": found.idle_ns}
+    window_ns = window.end_ns - window.start_ns
+    parts = clip_to(window_ns, wanted, "unknown")
+    return Shares(
+        window_ns=window_ns,
+        mixed_ns=parts["mixed"],
+        decode_ns=parts["decode"],
+        idle_ns=parts["idle"],
+        unknown_ns=parts["unknown"],
+        prefill_low_ns=parts["mixed"],
+        prefill_high_ns=parts["mixed"] + parts["unknown"],
+        evidence="estimated",
+    )
 
 
 def _known_active(evidence: Evidence) -> float | None:

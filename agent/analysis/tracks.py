@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from gpuidle.agent.analysis.fastphase import Levels
 from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import (
@@ -53,6 +54,7 @@ class GpuTrack:
     shares: Shares = NOTHING
     rung: Rung = "nvml"
     trailing: deque[Settled] = field(default_factory=deque)
+    levels: Levels = field(default_factory=Levels)
     counters: deque[CounterSeries] = field(default_factory=deque)
 
 

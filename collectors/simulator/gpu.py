@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,11 @@ START_ENERGY_JOULES = 1_000_000.0
 
 COUNTER_NOISE = 0.01
 """Standard deviation of the relative error of a fast counter."""
+
+ATTENTION_SHARE = 0.3
+ATTENTION_PIPE = 0.5
+ATTENTION_BYTES = 1.3
+"""A layer as fast counters see it: its first part computes less and moves more than the rest."""
 
 
 class Integrals(NamedTuple):
@@ -47,8 +51,9 @@ class Integrals(NamedTuple):
 class Timeline:
     """The integrals of one engine's steps; all its GPUs do the same. Keeps `keep_ns` of history."""
 
-    def __init__(self, keep_ns: int) -> None:
+    def __init__(self, keep_ns: int, layers: int = 1) -> None:
         self._keep_ns = keep_ns
+        self._layers = layers
         self._steps: list[Step] = []
         self._base = np.zeros(len(Integrals._fields))
         """Of the steps that were forgotten."""
@@ -75,6 +80,33 @@ class Timeline:
         self._sums = np.empty((2 * len(known), len(self._base)))
         self._sums[1::2] = ends
         self._sums[0::2] = np.vstack([self._base[None, :], ends[:-1]])[: len(known)]
+
+    def fine(self, moments: NDArray[np.int64]) -> Integrals:
+        """Return the integrals with the layers in them: attention moves bytes, the rest of a layer computes.
+
+        Over whole layers nothing changes; within one the first ATTENTION_SHARE of it has ATTENTION_PIPE times
+        the mean use of the pipe and ATTENTION_BYTES times that of DRAM.
+        """
+        base = self.at(moments)
+        if not len(self._knots):
+            return base
+        step = np.searchsorted(self._knots, moments, side="right") - 1
+        inside = (step >= 0) & (step % 2 == 0) & (step < len(self._knots) - 1)
+        step = np.where(inside, step, 0)
+        begin, end = self._knots[step], self._knots[np.minimum(step + 1, len(self._knots) - 1)]
+        layers = np.maximum(1, self._layers)
+        place = np.where(inside, (moments - begin) / np.maximum(1, end - begin) * layers % 1.0, 0.0)
+        amounts = (self._sums[np.minimum(step + 1, len(self._knots) - 1)] - self._sums[step]) / layers
+
+        def swing(early: float) -> Floats:
+            late = (1 - early * ATTENTION_SHARE) / (1 - ATTENTION_SHARE)
+            first = np.minimum(place, ATTENTION_SHARE)
+            return first * early + (place - first) * late - place
+
+        return base._replace(
+            pipe_ns=base.pipe_ns + amounts[:, 2] * swing(ATTENTION_PIPE),
+            read_bytes=base.read_bytes + amounts[:, 3] * swing(ATTENTION_BYTES),
+        )
 
     def at(self, moments: NDArray[np.int64]) -> Integrals:
         """Return the integrals at these moments, which lie within the history."""
@@ -109,6 +141,8 @@ class Sampling:
 
     rung: Rung
     hz: float
+    noise: float = COUNTER_NOISE
+    """Standard deviation of the relative error of tensor and DRAM."""
 
     @property
     def period_ns(self) -> int:
@@ -138,7 +172,7 @@ class Card:
         self._sm_clock_hz = int(peaks.sheet_clock_hz or spec.sm_clock_max_hz)
         self._pid = pid
         self._memory_used_bytes = memory_used_bytes
-        self._rng = Random(f"{seed}/gpu/{index}")  # noqa: S311 - a simulation
+        self._rng = np.random.default_rng((seed & 0xFFFFFFFF, index))
         self._sampled_ns = 0
 
     def reading(self, now_ns: int, base_ns: int) -> GpuReading:
@@ -200,10 +234,10 @@ class Card:
         if self._timeline is None:
             passed = Integrals(*np.zeros((len(Integrals._fields), count)))
         else:
-            passed = Integrals(*(np.diff(sums) for sums in self._timeline.at(edges)))
-        gauss = self._rng.gauss
-        pipe_noise = np.array([gauss(1.0, COUNTER_NOISE) for _ in range(count)])
-        dram_noise = np.array([gauss(1.0, COUNTER_NOISE) for _ in range(count)]) * (SECOND_NS / width)
+            passed = Integrals(*(np.diff(sums) for sums in self._timeline.fine(edges)))
+        noise = sampling.noise
+        pipe_noise = self._rng.normal(1.0, noise, count)
+        dram_noise = self._rng.normal(1.0, noise, count) * (SECOND_NS / width)
         return CounterSeries(
             hw_id=self.hw_id,
             rung=sampling.rung,

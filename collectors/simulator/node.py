@@ -74,7 +74,7 @@ class _Served:
         self._root_start_ns = start.boottime_ns
         self.costs = Costs(spec, scenario.gpus[spec.gpus[0]])
         self.engine = Engine(spec, self.costs, f"{scenario.seed}/{self.engine_id}")
-        self.timeline = Timeline(keep_ns)
+        self.timeline = Timeline(keep_ns, self.costs.shape.layers)
         self.account = Account()
         self.total = EngineWork()
 

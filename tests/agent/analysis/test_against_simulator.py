@@ -82,3 +82,14 @@ def test_counters_alone_guess_no_phase_and_no_useful_work() -> None:
     assert gpu.causes_total_ns["useful"] == gpu.causes_total_ns["no_request"] == 0
     assert "flops" not in gpu.idle
     assert 0 < gpu.idle["tensor_pipe"].value < 1
+
+
+def test_fast_counters_alone_label_decode_and_what_contains_a_prefill() -> None:
+    frame, truth = run(Visible(engine_counters=False, steps=False, counters=CUPTI_100_HZ), 1)
+    gpu, real = frame.gpus[0].phases_total_ns, truth.gpus[0].total.phases_ns
+    total = sum(gpu.values())
+    containing = (real.get("prefill", 0) + real.get("mixed", 0)) / total
+    assert gpu["mixed"] / total == pytest.approx(containing, abs=0.03)
+    assert gpu["decode"] / total == pytest.approx(real.get("decode", 0) / total, abs=0.03)
+    assert gpu["prefill"] == 0
+    assert gpu["unknown"] / total < 0.05
