@@ -114,7 +114,8 @@ class LadderCollector:
         if said is None:
             return RungStatus(rung=rung, hw_id=hw_id, state="starting")
         trust = self._trust.get(key)
-        if trust is not None and (trust.dead or trust.contradicted_ns):
+        # A doubt that silence leaves open must not hide why there is silence.
+        if trust is not None and (trust.dead or (trust.contradicted_ns and said.state == "serving")):
             return _dead(key, trust)
         given = self._given.get(key)
         if said.state != "serving" or given is None:

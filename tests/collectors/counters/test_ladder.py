@@ -196,6 +196,15 @@ def test_a_counter_that_reads_0_on_a_busy_gpu_is_dead_and_never_idle(node: Node)
     assert "a dead counter, not an idle GPU" in problem.message
 
 
+def test_a_doubt_does_not_hide_why_a_rung_fell_silent(node: Node) -> None:
+    node.tick(3)
+    node.best.sm[A] = 0.0
+    node.tick()
+    node.best.state[A] = "lost"
+    assert node.tick() == {A: "dcgm", B: "nvml_gpm"}
+    assert node.said() == {"rung_lost": A}
+
+
 def test_a_dead_counter_is_trusted_again_when_it_moves(node: Node) -> None:
     node.tick(3)
     node.best.sm[A] = 0.0
