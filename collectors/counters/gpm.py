@@ -2,8 +2,8 @@
 
 The driver refreshes its counters every 100 ms, so each mean is of a window that may begin and end up to
 100 ms before the times that stand in the series, and a faster reading would be invalid (nvml.h, NVIDIA on
-DCGM#310). The period is jittered, since engine steps are periodic and would alias with a fixed one. Each GPU
-is sampled in a thread of its own: a call that hangs costs that GPU only.
+DCGM#310). The period is jittered, since engine steps are periodic and would alias with a fixed one. One
+thread samples all GPUs; when a call hangs, its GPU stays with that thread, and the others go to another one.
 
 A mean is handed over only if its two samples are of the same device and at a distance that a window may have;
 otherwise the pair is thrown away and counted, and the sampling begins anew. The first window of a device is
@@ -17,9 +17,9 @@ the share refers to on a MIG instance is not documented: there the column is abs
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,9 @@ class GpmRung:
     def __init__(self, *, period_ns: int = PERIOD_NS, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._period_ns = period_ns
         self._clock = clock
-        self._threads: dict[str, GpmThread] = {}
+        self._threads: list[GpmThread] = []
+        self._thread_of: dict[str, GpmThread] = {}
+        """By GPU."""
 
     @property
     def name(self) -> Rung:
@@ -59,39 +61,52 @@ class GpmRung:
         series: list[CounterSeries] = []
         status: list[RungStatus] = []
         problems: list[Problem] = []
-        by_gpu = {gpu: list(group) for gpu, group in groupby(sorted(devices, key=_gpu_of), key=_gpu_of)}
-        for gpu in self._threads.keys() - by_gpu.keys():
-            self._threads[gpu].aim(())
-        for gpu, mine in by_gpu.items():
-            shared = _shared(mine)
-            thread = self._threads.get(gpu)
-            if thread is None:
-                thread = self._threads[gpu] = GpmThread(gpu, self._period_ns, self._clock)
-            thread.aim(tuple(_target(device) for device in mine if device.hw_id not in shared))
-            taken = thread.take()
-            hanging_s = thread.hanging_s
-            for device in mine:
-                if device.hw_id in shared:
-                    status.append(_says(device, "unsupported", SHARED, SHARED_REMEDY))
-                    continue
-                if hanging_s > HANGING_S:
-                    status.append(_says(device, "lost", f"a GPM call hangs since {hanging_s:.0f} s"))
-                    continue
-                found = taken.get(device.hw_id, Taken())
-                made = _series(device.hw_id, found.rows)
-                if made is not None:
-                    series.append(made)
-                status.append(_status(device, found, made))
-                problems += _problems(device, found)
+        shared = _shared(devices)
+        self._aim([_target(device) for device in devices if device.hw_id not in shared])
+        hanging = dict(at for thread in self._threads if (at := thread.hangs_at(HANGING_S)) is not None)
+        taken: dict[str, Taken] = {}
+        for thread in self._threads:
+            taken.update(thread.take())
+        for device in devices:
+            gpu = _gpu_of(device)
+            if device.hw_id in shared:
+                status.append(_says(device, "unsupported", SHARED, SHARED_REMEDY))
+                continue
+            if gpu in hanging:
+                status.append(_says(device, "lost", f"a GPM call has not returned for {hanging[gpu]:.0f} s"))
+                continue
+            found = taken.get(device.hw_id, Taken())
+            made = _series(device.hw_id, found.rows)
+            if made is not None:
+                series.append(made)
+            status.append(_status(device, found, made))
+            problems += _problems(device, found)
         return RungReading(series=tuple(series), status=tuple(status), problems=tuple(problems))
+
+    def _aim(self, targets: Sequence[Target]) -> None:
+        """Give each GPU to a thread: as it was, but away from a thread that hangs at another GPU."""
+        stuck = {
+            id(thread): at[0] for thread in self._threads if (at := thread.hangs_at(HANGING_S)) is not None
+        }
+        for gpu in dict.fromkeys(target.gpu_uuid for target in targets):
+            thread = self._thread_of.get(gpu)
+            if thread is None or stuck.get(id(thread), gpu) != gpu:
+                thread = next((free for free in self._threads if id(free) not in stuck), None)
+                if thread is None:
+                    thread = GpmThread(self._period_ns, self._clock)
+                    self._threads.append(thread)
+                self._thread_of[gpu] = thread
+        for thread in self._threads:
+            thread.aim(tuple(t for t in targets if self._thread_of[t.gpu_uuid] is thread))
 
     def close(self) -> None:
         """Stop the threads; one that hangs is left behind."""
-        for thread in self._threads.values():
+        for thread in self._threads:
             thread.stop()
-        for thread in self._threads.values():
-            thread.join(CLOSE_S if thread.hanging_s < HANGING_S else 0.0)
+        for thread in self._threads:
+            thread.join(CLOSE_S if thread.hangs_at(HANGING_S) is None else 0.0)
         self._threads.clear()
+        self._thread_of.clear()
 
 
 SHARED = "GPM counts a GPU instance as a whole, and several compute instances share this one"
@@ -103,21 +118,17 @@ def _gpu_of(device: GpuReading) -> str:
 
 
 def _shared(devices: Sequence[GpuReading]) -> set[str]:
-    """Return the MIG devices of one GPU that stand on the same GPU instance as another."""
-    ids = [device.instance_id for device in devices if device.parent_hw_id is not None]
-    return {
-        device.hw_id
-        for device in devices
-        if device.parent_hw_id is not None and ids.count(device.instance_id) > 1
-    }
+    """Return the MIG devices that stand on the same GPU instance as another."""
+    places = Counter((d.parent_hw_id, d.instance_id) for d in devices if d.parent_hw_id is not None)
+    return {d.hw_id for d in devices if d.parent_hw_id and places[d.parent_hw_id, d.instance_id] > 1}
 
 
 def _target(device: GpuReading) -> Target:
     if device.parent_hw_id is not None:
-        return Target(device.hw_id, device.instance_id, None)
+        return Target(device.hw_id, device.parent_hw_id, device.instance_id, None)
     peaks = _peaks(device.name, device.memory_total_bytes)
     known = None if peaks is None or peaks.formula else peaks.memory_bytes_per_s
-    return Target(device.hw_id, None, known)
+    return Target(device.hw_id, device.hw_id, None, known)
 
 
 def _says(device: GpuReading, state: RungState, message: str = "", remedy: str = "") -> RungStatus:

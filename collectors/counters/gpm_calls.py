@@ -66,6 +66,9 @@ class GpmDevice:
         self._means = nvml.c_nvmlGpmMetricsGet_t()
         self._means.version = nvml.NVML_GPM_METRICS_GET_VERSION
         self._means.numMetrics = len(METRICS)
+        self._rows = [self._means.metrics[slot] for slot in range(len(METRICS))]
+        for row, metric in zip(self._rows, METRICS, strict=True):
+            row.metricId = metric
 
     def sample(self) -> None:
         """Take a sample; the one before becomes the old one."""
@@ -96,11 +99,8 @@ class GpmDevice:
     def means(self) -> Means:
         """Return the means between the last two samples."""
         self._means.sample1, self._means.sample2 = self._old, self._new
-        for slot, metric in enumerate(METRICS):
-            self._means.metrics[slot].metricId = metric
         nvml.nvmlGpmMetricsGet(self._means)
-        rows = [self._means.metrics[slot] for slot in range(len(METRICS))]
-        ratios = [mean_ratio(row.nvmlReturn, row.value) for row in rows]
+        ratios = [mean_ratio(row.nvmlReturn, row.value) for row in self._rows]
         graphics, sm, tensor, dram = (ratio for ratio, _ in ratios)
         return Means(graphics, sm, tensor, dram, sum(bad for _, bad in ratios))
 

@@ -1,4 +1,8 @@
-"""The thread that takes the GPM samples of one GPU and of its instances."""
+"""The thread that takes the GPM samples of a node's GPUs and of their instances.
+
+One thread wakes for all of them, which costs a third of the CPU time of a thread each. It says which GPU it
+is asking, and since when, so that the others can be given to another thread when that one hangs.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ class Target(NamedTuple):
     """What to sample: a GPU, or the GPU instance of that id."""
 
     hw_id: str
+    gpu_uuid: str
     instance_id: int | None
     peak_bytes_per_s: float | None
     """DRAM bandwidth that GPM's share refers to; None: not known."""
@@ -79,16 +84,15 @@ class _Track:
 class GpmThread:
     """Samples the targets it is aimed at. It starts with the first target and waits while there is none."""
 
-    def __init__(self, gpu_uuid: str, period_ns: int, clock: Callable[[], int]) -> None:
-        self._gpu_uuid = gpu_uuid
+    def __init__(self, period_ns: int, clock: Callable[[], int]) -> None:
         self._period_ns = period_ns
         self._clock = clock
         self._tracks: dict[str, _Track] = {}
-        self._closing: list[GpmDevice] = []
+        self._closing: list[tuple[_Track, GpmDevice]] = []
         self._changed = threading.Condition()
         self._stopped = False
-        self._call_ns: int | None = None
-        self._random = random.Random(gpu_uuid)  # noqa: S311  # jitter, not a secret
+        self._call: tuple[str, int] | None = None
+        self._random = random.Random()  # noqa: S311  # jitter, not a secret
         self._thread: threading.Thread | None = None
 
     def aim(self, targets: tuple[Target, ...]) -> None:
@@ -99,7 +103,7 @@ class GpmThread:
                 if wanted.get(hw_id) != track.target:
                     del self._tracks[hw_id]
                     if track.device is not None:
-                        self._closing.append(track.device)
+                        self._closing.append((track, track.device))
             for hw_id, target in wanted.items():
                 self._tracks.setdefault(hw_id, _Track(target))
             if self._tracks and self._thread is None:
@@ -118,11 +122,13 @@ class GpmThread:
                 )
             return taken
 
-    @property
-    def hanging_s(self) -> float:
-        """How long the calls under way have taken so far; 0 between calls."""
-        since = self._call_ns
-        return 0.0 if since is None else (self._clock() - since) / 1e9
+    def hangs_at(self, limit_s: float) -> tuple[str, float] | None:
+        """Return the GPU that is being asked and for how many seconds, if that is longer than `limit_s`."""
+        call = self._call
+        if call is None:
+            return None
+        seconds = (self._clock() - call[1]) / 1e9
+        return (call[0], seconds) if seconds > limit_s else None
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -138,12 +144,14 @@ class GpmThread:
     def _work(self) -> None:
         due_ns = self._clock()
         while self._wait_until(due_ns):
-            self._call_ns = self._clock()
-            for device in self._let_go():
+            for track, device in self._let_go():
+                self._call = (track.target.gpu_uuid, self._clock())
                 device.close()
             for track in list(self._tracks.values()):
-                _sample(track, self._gpu_uuid, self._clock, self._changed)
-            self._call_ns = None
+                if self._tracks.get(track.target.hw_id) is track:  # not given to another thread meanwhile
+                    self._call = (track.target.gpu_uuid, self._clock())
+                    _sample(track, self._clock, self._changed)
+            self._call = None
             now_ns = self._clock()
             jitter = self._random.uniform(-JITTER_RATIO, JITTER_RATIO)
             due_ns = max(due_ns + round(self._period_ns * (1 + jitter)), now_ns + self._period_ns // 2)
@@ -161,18 +169,18 @@ class GpmThread:
                 self._changed.wait(left_ns / 1e9 if left_ns > 0 else None)
         return False
 
-    def _let_go(self) -> list[GpmDevice]:
+    def _let_go(self) -> list[tuple[_Track, GpmDevice]]:
         with self._changed:
             closing, self._closing = self._closing, []
         return closing
 
 
-def _sample(track: _Track, gpu_uuid: str, clock: Callable[[], int], lock: threading.Condition) -> None:
+def _sample(track: _Track, clock: Callable[[], int], lock: threading.Condition) -> None:
     """Take one sample of a target; what comes of it goes to `track.taken` under the lock."""
     if clock() < track.retry_ns:
         return
     try:
-        row, thrown = _window(track, gpu_uuid, clock)
+        row, thrown = _window(track, clock)
     except nvml.NVMLError as error:
         state, message, remedy = state_of(error.value)
         steps = RETRY_NS[min(track.failures, len(RETRY_NS) - 1)]
@@ -197,7 +205,7 @@ def _sample(track: _Track, gpu_uuid: str, clock: Callable[[], int], lock: thread
             del track.taken.rows[:-MOST_ROWS]
 
 
-def _window(track: _Track, gpu_uuid: str, clock: Callable[[], int]) -> tuple[Row | None, str | None]:
+def _window(track: _Track, clock: Callable[[], int]) -> tuple[Row | None, str | None]:
     """Sample, and return the window that ends with it, or why one was thrown away.
 
     An instance must be the same before the old sample and after the new one, so each sample is followed by
@@ -207,7 +215,7 @@ def _window(track: _Track, gpu_uuid: str, clock: Callable[[], int]) -> tuple[Row
     if track.device is None:
         target = track.target
         instance = None if target.instance_id is None else (target.hw_id, target.instance_id)
-        track.device = GpmDevice(gpu_uuid, instance)
+        track.device = GpmDevice(target.gpu_uuid, instance)
     device = track.device
     if not track.identified:
         track.identity, track.identified = device.identity(), True

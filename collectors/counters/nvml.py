@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SECOND_NS = 1_000_000_000
 BACKOFF_S = (1, 2, 4, 8, 16, 30)
-LIMIT_S = 0.6
+LIMIT_S = 0.8
 """How long a tick waits for the driver: below the second that the sampler waits for all."""
 PID_LIMIT = 4_194_304
 """PID_MAX_LIMIT of a 64-bit kernel: where /proc does not tell."""

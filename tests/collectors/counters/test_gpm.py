@@ -182,11 +182,13 @@ def test_a_hanging_sample_costs_its_own_gpu_and_comes_back(node: LadderProcess) 
     lost = node.until(lambda tick: tick.state(UUIDS[1]) == "lost")
     assert lost.gpus is not None
     assert len(lost.gpus) == 2  # the basics are read by others
-    assert all(tick.state(UUIDS[0]) == "serving" for tick in node.run(2))
-    assert node.ticks[-1].threads == threads
+    node.until(lambda tick: bool(rows([tick], UUIDS[0], "sm_active")))
+    assert all(tick.state(UUIDS[0]) == "serving" for tick in node.run(3))
+    assert {tick.threads for tick in node.run(3)} == {threads + 1}  # one took the others over, and no more
     node.write(Scenario(gpus=both))
-    node.until(lambda tick: tick.state(UUIDS[1]) == "serving" and rows([tick], UUIDS[1], "sm_active") != [])
+    node.until(lambda tick: rows([tick], UUIDS[1], "sm_active") != [])
     assert {round(mean, 5) for _, _, mean in rows(node.ticks, UUIDS[1], "sm_active")} == {0.5}
+    assert node.ticks[-1].threads == threads + 1
 
 
 def test_a_driver_that_was_gone_is_found_again(node: LadderProcess) -> None:
@@ -195,7 +197,7 @@ def test_a_driver_that_was_gone_is_found_again(node: LadderProcess) -> None:
     node.write(Scenario(gpus=both, faults=(Fault("*", "UNKNOWN"),)))
     node.until(lambda tick: tick.gpus is None and tick.counters == ())
     node.write(Scenario(gpus=both))
-    found = node.until(lambda tick: rows([tick], UUIDS[1], "sm_active") != [])
+    found = node.until(lambda tick: tick.gpus is not None and rows([tick], UUIDS[1], "sm_active") != [])
     assert [gpu.hw_id for gpu in found.gpus or ()] == UUIDS[:2]
     assert round(rows([found], UUIDS[1], "sm_active")[-1][2], 5) == 0.8
 
@@ -304,14 +306,14 @@ def made_up() -> MadeUp:
 
 @pytest.fixture
 def track(made_up: MadeUp) -> Any:
-    found = gpm_thread._Track(Target("GPU-a", None, None))
+    found = gpm_thread._Track(Target("GPU-a", "GPU-a", None, None))
     found.device = made_up  # type: ignore[assignment]
     return found
 
 
 def window(track: Any, device: MadeUp, after_ns: int) -> tuple[Any, str | None]:
     device.now_ns += after_ns
-    return gpm_thread._window(track, "GPU-a", device.clock)
+    return gpm_thread._window(track, device.clock)
 
 
 def test_a_window_is_between_two_samples(track: Any, made_up: MadeUp) -> None:
