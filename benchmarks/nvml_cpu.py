@@ -1,4 +1,7 @@
-"""CPU time of NvmlCollector at 1 Hz beside nvitop's exporter at its default interval, on the same double.
+"""CPU time of the NVML rungs beside nvitop's exporter at its default interval, on the same double.
+
+Three readers: the basics at 1 Hz (NvmlCollector); the ladder with them and GPM, which samples each GPU five
+times a second; and the exporter. The last column is the cost of one sample of one GPU.
 
 Run from the root of the repository, with the exporter in an environment of its own:
 
@@ -25,7 +28,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tests.doubles.nvml import Gpu, Process, Scenario, build, environment
+from tests.doubles.nvml import (
+    EVENT_TYPES,
+    GpmMetric,
+    Gpu,
+    Process,
+    ProcessUtilization,
+    Scenario,
+    build,
+    environment,
+)
 
 COLLECTOR = """
 import sys, time
@@ -36,6 +48,22 @@ while True:
     reading = collector.read(time.monotonic_ns())
     assert len(reading.gpus) == gpus and not reading.problems, reading
     due += 1
+    time.sleep(max(0, due - time.monotonic()))
+"""
+
+LADDER = """
+import sys, time
+from gpuidle.collectors.counters.gpm import GpmRung
+from gpuidle.collectors.counters.ladder import LadderCollector
+from gpuidle.collectors.counters.nvml import NvmlCollector
+ladder, due = LadderCollector(NvmlCollector(), [GpmRung()]), time.monotonic()
+gpus, tick = int(sys.argv[1]), 0
+while True:
+    reading = ladder.read(time.monotonic_ns())
+    assert len(reading.gpus) == gpus, reading
+    samples = sum(len(series) for series in reading.counters)
+    assert tick < 2 or samples >= 2 * gpus, (samples, reading.problems)
+    tick, due = tick + 1, due + 1
     time.sleep(max(0, due - time.monotonic()))
 """
 
@@ -67,7 +95,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: list[str], env: dict[str, str] | None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     try:
         yield process
     finally:
@@ -91,10 +119,17 @@ def node(pids: list[int], uuids: list[str]) -> Scenario:
         power_mw=400_000,
         energy_growth_mj_per_s=400_000,
         clock_event_reasons=0x4,
+        event_types=EVENT_TYPES,
+        gpm=(GpmMetric(1, 100.0), GpmMetric(2, 80.0), GpmMetric(5, 3.0), GpmMetric(10, 70.0)),
     )
     return Scenario(
         gpus=tuple(
-            replace(busy, uuid=uuid, processes=(Process(pid, 69 * 2**30),))
+            replace(
+                busy,
+                uuid=uuid,
+                processes=(Process(pid, 69 * 2**30),),
+                utilization_samples=(ProcessUtilization(pid, sm=97),),
+            )
             for pid, uuid in zip(pids, uuids, strict=True)
         )
     )
@@ -123,10 +158,15 @@ def main() -> int:
         )
         per_read_ms = float(done.stdout) / 1e6
 
-        readers = {"gpuidle NvmlCollector, 1 Hz": [sys.executable, "-c", COLLECTOR, count]}
+        readers = {
+            "gpuidle NVML basics, 1 Hz": [sys.executable, "-c", COLLECTOR, count],
+            "gpuidle ladder: + GPM at 5 Hz": [sys.executable, "-c", LADDER, count],
+        }
+        per_s = {name: rate * options.gpus for name, rate in zip(readers, (1, 1 + 5), strict=True)}
         port = free_port()
         if options.exporter:
             readers["nvitop-exporter, default 1 s"] = [options.exporter, "--port", str(port)]
+            per_s["nvitop-exporter, default 1 s"] = options.gpus
         processes = {name: stack.enter_context(running(command, env)) for name, command in readers.items()}
         time.sleep(WARM_UP_S)
         if options.exporter and exported_devices(port, uuids) != options.gpus:
@@ -140,13 +180,17 @@ def main() -> int:
             f"{options.gpus} GPUs with one process each, {elapsed / 1e9:.1f} s after {WARM_UP_S} s of warm-up"
         )
         print(f"one read in a tight loop: {per_read_ms:.3f} ms of CPU\n")
-        print(f"{'reader':32}{'CPU s':>10}{'ms per s':>12}{'% of a core':>14}")
+        print(f"{'reader':32}{'CPU s':>10}{'ms per s':>12}{'% of a core':>14}{'us a sample':>14}")
         for name, process in processes.items():
             if process.poll() is not None:
                 print(f"{name:32} ended with code {process.returncode}", file=sys.stderr)
                 return 1
             used = cpu_ns(process.pid) - before[name]
-            print(f"{name:32}{used / 1e9:10.3f}{used / elapsed * 1000:12.2f}{used / elapsed * 100:14.3f}")
+            load = used / elapsed
+            print(
+                f"{name:32}{used / 1e9:10.3f}{load * 1000:12.2f}{load * 100:14.3f}"
+                f"{load * 1e6 / per_s[name]:14.0f}"
+            )
     return 0
 
 
