@@ -33,6 +33,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["ready", "rows", "paused", "fault", "ended"]
     head: int = 0
     anchor: Anchor | None = None
+    decoded_ns: int = 0
+    """CLOCK_MONOTONIC: no sample up to `head` ended later."""
     overflows: int = 0
     chip: str = ""
     columns: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ RATES = ("dram_read_bytes_per_s", "dram_write_bytes_per_s", "sm_clock_hz")
 LONGEST_PERIODS = 50
 """A sample that lasts longer is garbage. Where a clock is the trigger, an idle GPU stretches them."""
 EARLY_NS = 5_000_000
-"""How far in the future a sample may seem to end: the doubt of the clock fit is far smaller."""
+"""How far a sample may seem to end after it was decoded: the doubt of the clock fit is far smaller."""
 RATIO_MOST = 1.31
 RATE_MOST = 1e15
 
@@ -67,19 +67,20 @@ class Converted(NamedTuple):
 
 
 def convert(
-    raw: Raw, fit: ClockFit, *, hw_id: str, period_ns: int, not_before_ns: int, now_ns: int
+    raw: Raw, fit: ClockFit, *, hw_id: str, period_ns: int, not_before_ns: int, not_after_ns: int
 ) -> Converted:
     """Return `raw` as a series in CLOCK_MONOTONIC, ordered and without overlaps.
 
     A sample is left out if it ends before it starts, has no start, lasts absurdly long, ends before
-    `not_before_ns` (the end of the last one handed over) or in the future, or has a value that cannot be.
+    `not_before_ns` (the end of the last one handed over) or after `not_after_ns` (when it was decoded), or
+    has a value that cannot be.
     """
     if not len(raw.end):
         return Converted(None, 0, 0)
     width = (raw.end - raw.start).view(np.int64)
     end = fit.to_monotonic(raw.end)
     fits = (raw.start > 0) & (width > 0) & (width <= LONGEST_PERIODS * period_ns)
-    fits &= (end > not_before_ns) & (end <= now_ns + EARLY_NS)
+    fits &= (end > not_before_ns) & (end <= not_after_ns + EARLY_NS)
     # Of what is left, a sample that ends before one ahead of it is out of order.
     ahead = np.maximum.accumulate(np.where(fits, end, not_before_ns))
     fits[1:] &= end[1:] > ahead[:-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from array import array
 from ctypes import addressof, sizeof
 
 from gpuidle.collectors.counters.cupti import structs
@@ -134,42 +135,30 @@ class Session:
         )
         self._count = structs.PmGetCounterDataInfo(pCounterDataImage=place, counterDataImageSize=length)
         self._values = (ctypes.c_double * (self._slots * names.count))()
-        infos = (structs.PmGetSampleInfo * self._slots)()
-        evaluations = (structs.HostEvaluateToGpuValues * self._slots)()
-        for index in range(self._slots):
-            infos[index] = structs.PmGetSampleInfo(
-                pPmSamplingObject=self._pm,
-                pCounterDataImage=place,
-                counterDataImageSize=length,
-                sampleIndex=index,
-            )
-            target = ctypes.cast(
-                addressof(self._values) + index * names.count * sizeof(ctypes.c_double),
-                ctypes.POINTER(ctypes.c_double),
-            )
-            evaluations[index] = structs.HostEvaluateToGpuValues(
-                pHostObject=self._config.host,
-                pCounterDataImage=place,
-                counterDataImageSize=length,
-                rangeIndex=index,
-                ppMetricNames=names.address,
-                numMetrics=names.count,
-                pMetricValues=target,
-            )
-        self._infos, self._evaluations = infos, evaluations
-        words = memoryview(infos).cast("B").cast("Q")
-        step = sizeof(structs.PmGetSampleInfo) // 8
-        self._starts = words[step - 2 :: step]
-        self._ends = words[step - 1 :: step]
+        info = structs.PmGetSampleInfo(
+            pPmSamplingObject=self._pm, pCounterDataImage=place, counterDataImageSize=length
+        )
+        evaluation = structs.HostEvaluateToGpuValues(
+            pHostObject=self._config.host,
+            pCounterDataImage=place,
+            counterDataImageSize=length,
+            ppMetricNames=names.address,
+            numMetrics=names.count,
+        )
+        slots = range(self._slots)
+        rows = range(addressof(self._values), addressof(self._values) + sizeof(self._values), 8 * names.count)
+        self._infos, words = _repeat(info, self._slots)
+        _column(info, words, "sampleIndex")[:] = memoryview(array("Q", slots))
+        self._starts = _column(info, words, "startTimestamp")
+        self._ends = _column(info, words, "endTimestamp")
+        self._evaluations, words = _repeat(evaluation, self._slots)
+        _column(evaluation, words, "rangeIndex")[:] = memoryview(array("Q", slots))
+        _column(evaluation, words, "pMetricValues")[:] = memoryview(array("Q", rows))
         numbers = memoryview(self._values).cast("B").cast("d")
         self._columns = [numbers[index :: names.count] for index in range(names.count)]
         # Both calls of a sample run from these addresses inside map(): no Python object is made for a sample.
-        self._info_places = [
-            addressof(infos) + i * sizeof(structs.PmGetSampleInfo) for i in range(self._slots)
-        ]
-        self._value_places = [
-            addressof(evaluations) + i * sizeof(structs.HostEvaluateToGpuValues) for i in range(self._slots)
-        ]
+        self._info_places = _places(self._infos, info)
+        self._value_places = _places(self._evaluations, evaluation)
 
     def decode(self) -> int:
         """Move what the hardware has sampled into the ring; return how many samples.
@@ -241,3 +230,19 @@ class Session:
     def _try(self, name: str, params: structs.Params) -> None:
         with contextlib.suppress(CallFailed):
             self._cupti.call(name, params)
+
+
+def _repeat(params: structs.Params, count: int) -> tuple[ctypes.Array[ctypes.c_char], memoryview]:
+    """Return `count` copies of a structure of 64-bit words, and these words."""
+    copies = ctypes.create_string_buffer(bytes(params) * count, sizeof(params) * count)
+    return copies, memoryview(copies).cast("B").cast("Q")
+
+
+def _column(params: structs.Params, words: memoryview, field: str) -> memoryview:
+    """Return one field of every copy."""
+    return words[getattr(type(params), field).offset // 8 :: sizeof(params) // 8]
+
+
+def _places(copies: ctypes.Array[ctypes.c_char], params: structs.Params) -> list[int]:
+    """Return the address of every copy."""
+    return list(range(addressof(copies), addressof(copies) + len(copies), sizeof(params)))

@@ -7,7 +7,7 @@ size is the offset of the last field that the caller fills or reads, plus its le
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_double, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 PROFILER_TYPE_PM_SAMPLING = 1
@@ -69,7 +69,7 @@ HostEvaluateToGpuValues = _params(
     ("rangeIndex", c_size_t),
     ("ppMetricNames", c_void_p),
     ("numMetrics", c_size_t),
-    ("pMetricValues", ctypes.POINTER(c_double)),
+    ("pMetricValues", c_void_p),
 )
 
 PmEnable = _params("PmEnable", ("deviceIndex", c_size_t), ("pPmSamplingObject", c_void_p))

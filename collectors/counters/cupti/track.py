@@ -204,7 +204,12 @@ class Track:
         # Nothing that was sampled before this child began can come from it.
         not_before_ns = max(self._last_end_ns, self._started_ns)
         done = convert(
-            raw, self._fit, hw_id=self.hw_id, period_ns=period_ns, not_before_ns=not_before_ns, now_ns=now_ns
+            raw,
+            self._fit,
+            hw_id=self.hw_id,
+            period_ns=period_ns,
+            not_before_ns=not_before_ns,
+            not_after_ns=message.decoded_ns,
         )
         self.tally.bad_times += done.bad_times
         self.tally.bad_values += done.bad_values

@@ -131,11 +131,18 @@ def _sample(session: Session, cupti: Cupti, ring: RingWriter, period_s: float, u
     where: list[int] = []
     while until is None or due < until:
         session.decode()
-        now = time.monotonic()
+        decoded_ns = time.monotonic_ns()
+        now = decoded_ns / 1e9
         if now >= fit_due:
             where = anchor(cupti)
             fit_due = now + ANCHOR_PERIOD_S
-        say(kind="rows", head=ring.head, anchor=where, overflows=session.overflows)
+        say(
+            kind="rows",
+            head=ring.head,
+            anchor=where,
+            decoded_ns=decoded_ns,
+            overflows=session.overflows,
+        )
         due = max(due + period_s, now)
         if _told_to_stop(due - time.monotonic()):
             return True
