@@ -82,10 +82,11 @@ def _interval(seen: Seen) -> Check:
             found=f"longer than {RUNGS_S / 3:.1f} s (its default is 30 s): windows of a second are not seen",
             remedy=INTERVAL_REMEDY,
         )
-    slow = interval_ns > _SLOW_NS
+    slow = interval_ns + (seen.dcgm_lag_ns or 0) > _SLOW_NS
+    late = ": too late for most windows of a second" if slow else ""
     return Check(
         id="dcgm.interval",
         status="limited" if slow else "ok",
-        found=f"a value every {interval_ns / 1e9:g} s{lag}",
+        found=f"a value every {interval_ns / 1e9:g} s{lag}{late}",
         remedy=INTERVAL_REMEDY if slow else "",
     )

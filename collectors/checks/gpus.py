@@ -63,6 +63,7 @@ def driver_checks(seen: Seen) -> tuple[Check, ...]:
         Check(id="nvml.access", status="ok", found="NVML refuses nothing")
         if refused is None
         else Check(id="nvml.access", status="limited", found=refused.message, remedy=refused.remedy),
+        *_profiling(seen),
     )
 
 
@@ -115,6 +116,18 @@ def _binding(seen: Seen) -> Check:
     if garbled:
         return Check(id="nvml.binding", status="limited", found=garbled[0].message, remedy=garbled[0].remedy)
     return Check(id="nvml.binding", status="ok", found=f"nvidia-ml-py {seen.binding}")
+
+
+def _profiling(seen: Seen) -> tuple[Check, ...]:
+    """Return whether PM sampling, which has to be asked for, would be allowed; it is never missed."""
+    if not seen.devices:
+        return ()
+    held = [name for name in ("CAP_PERFMON", "CAP_SYS_ADMIN") if seen.rights.has(name)]
+    if held or seen.profiling_open:
+        found = f"PM sampling (opt-in) is allowed by {held[0] if held else 'the driver option'}"
+    else:
+        found = "PM sampling (opt-in) would need CAP_PERFMON, or NVreg_RestrictProfilingToAdminUsers=0"
+    return (Check(id="nvml.profiling", status="ok", found=found),)
 
 
 def _device(device: GpuReading) -> Check:

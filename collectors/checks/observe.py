@@ -69,6 +69,8 @@ class Seen:
     """Version of nvidia-ml-py."""
     driver_traces: tuple[str, ...] = ()
     """Files that only a loaded NVIDIA driver makes."""
+    profiling_open: bool = False
+    """Whether the driver lets every user profile (RmProfilingAdminOnly: 0)."""
     statuses: tuple[RungStatus, ...] = ()
     dcgm: Standing = field(default_factory=Standing)
     dcgm_lag_ns: int | None = None
@@ -102,6 +104,7 @@ def observe(place: Place) -> Seen:
             for path in (place.proc / "driver/nvidia/version", place.dev / "nvidiactl")
             if path.exists()
         ),
+        profiling_open=_profiling_open(place.proc),
         statuses=statuses,
         dcgm=dcgm.standing,
         dcgm_lag_ns=dcgm.lag_ns,
@@ -234,6 +237,14 @@ def _read_engines(place: Place, devices: Sequence[GpuReading]) -> Reading:
         time.sleep(_ROUND_S)
     collector.close()
     return reading
+
+
+def _profiling_open(proc: Path) -> bool:
+    try:
+        text = (proc / "driver/nvidia/params").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return "RmProfilingAdminOnly: 0" in text.splitlines()
 
 
 def _binding() -> str:

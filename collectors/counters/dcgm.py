@@ -66,6 +66,8 @@ class DcgmRung:
         # Of the polling thread.
         self._client: HttpClient | None = None
         self._failures = 0
+        self._text = ""
+        self._page = DcgmPage(devices={}, recognised=False)
         # Shared, under the lock.
         self._tracker = Tracker()
         self._samples: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
@@ -136,14 +138,16 @@ class DcgmRung:
             client = self._client or self._connect()
             self._client = client
             sent_ns = self._clock.now().monotonic_ns
-            answer = client.get("/metrics")
-            page = read_page(answer.text)
+            text = client.get("/metrics").text
+            # Three of four pages are the one before.
+            page = self._page if text == self._text else read_page(text)
         except _Nowhere as nowhere:
             return self._failed(nowhere.found.message, nowhere.found.remedy, "")
         except (HttpError, ExpositionError) as error:
             url = self._client.base_url if self._client is not None else self._named or ""
             return self._failed(str(error), "see whether the exporter runs and where it listens", url)
         now = self._clock.now()
+        self._text, self._page = text, page
         self._failures = 0
         with self._lock:
             sample = self._tracker.poll(page, sent_ns, now.monotonic_ns, now.wall_ns - now.monotonic_ns)

@@ -191,6 +191,7 @@ def test_a_healthy_node_is_all_ok_but_for_what_could_be_better(nvml_library: Pat
         "nvml.version",
         "nvml.binding",
         "nvml.access",
+        "nvml.profiling",
         "dcgm.exporter",
         "dcgm.profiling",
         "dcgm.interval",
@@ -297,9 +298,12 @@ def test_a_pid_namespace_of_its_own_says_host_pid(nvml_library: Path, tmp_path: 
     assert "hostPID" in checks["node.pid-namespace", ""].remedy
 
 
-def test_an_unknown_option_is_a_usage_error() -> None:
+@pytest.mark.parametrize(
+    ("words", "named"), [(["--jsn"], "--json"), (["--dcgm-url", "node:9400"], "node:9400")]
+)
+def test_bad_usage_ends_with_2_and_names_the_culprit(words: list[str], named: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gpuidle", "doctor", "--jsn"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gpuidle", "doctor", *words], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert "--json" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words[-1] in done.stderr

@@ -179,6 +179,22 @@ def test_each_way_in_which_nvml_fails_is_one_check(kind: str, check: str, level:
     assert checks["node.work"].status == "broken"
 
 
+@pytest.mark.parametrize(
+    ("rights", "is_open", "words"),
+    [
+        (ROOT, False, "would need CAP_PERFMON"),
+        (replace(ROOT, capabilities=frozenset({"CAP_PERFMON"})), False, "allowed by CAP_PERFMON"),
+        (USER, True, "allowed by the driver option"),
+    ],
+)
+def test_pm_sampling_says_what_it_would_need_and_is_never_missed(
+    rights: Rights, is_open: bool, words: str
+) -> None:
+    check = by_id(seen(rights=rights, profiling_open=is_open))["nvml.profiling"]
+    assert check.status == "ok"
+    assert words in check.found
+
+
 def test_garbled_process_lists_name_the_binding() -> None:
     problem = Problem(
         source="nvml", kind="garbled_processes", message="PIDs (nvidia-ml-py 1.2)", remedy="x", subject=UUID
