@@ -57,6 +57,17 @@ def activity(
     )
 
 
+def without_stale_rest(seen: Activity) -> Activity:
+    """Return the activity without a busy share of 0 that tokens contradict.
+
+    The driver's share is of its own last sample period, up to a second ago: at the edge of a load it still
+    shows the rest before it, or already the one after it.
+    """
+    if seen.active_measured or seen.active_ns != 0:
+        return seen
+    return msgspec.structs.replace(seen, active_ns=None)
+
+
 def _overlaps(series: CounterSeries, start_ns: int, end_ns: int) -> bool:
     return bool(series.end_ns[-1] > start_ns and series.end_ns[0] - series.width_ns[0] < end_ns)
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gpuidle.agent.analysis.activity import activity
+from gpuidle.agent.analysis.activity import activity, without_stale_rest
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
 from gpuidle.agent.analysis.prompts import give_back
 from gpuidle.agent.analysis.rates import Sums, sums_between
-from gpuidle.agent.analysis.settle import EngineWindow, holders, settle_engine, settle_gpu
+from gpuidle.agent.analysis.settle import EngineWindow, holders, settle_engine, settle_gpu, sums_within
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Frame, Problem, Snapshot
 from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture, shape_from_config
@@ -168,6 +168,11 @@ class Analyzer:
             hw_id: activity(list(track.counters), gpus.get(hw_id), *span, window.observed_ns)
             for hw_id, track in self._gpus.items()
         }
+        for key in engines:
+            sums = sums_within(list(self._engines[key].sums), *span)
+            if sums is not None and sums.generated_tokens:
+                for hw_id in held[key]:
+                    seen[hw_id] = without_stale_rest(seen[hw_id])
         done: dict[str, EngineWindow] = {}
         for key, reading in engines.items():
             active = [seen[hw_id].active_ns for hw_id in held[key] if hw_id in seen]

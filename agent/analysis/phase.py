@@ -59,6 +59,8 @@ def shares_from_sums(sums: Sums | None, clues: Clues) -> Shares:
         return Shares(window_ns=window_ns, idle_ns=window_ns, evidence="estimated")
     if not sums.moved:
         return _silent(sums, clues)
+    if sums.prefill_tokens and sums.first_tokens is None and sums.counted_steps:
+        return _one_step(sums, clues, sums.counted_steps)
     if sums.prefill_tokens is None or sums.first_tokens is None:
         return _unknown(sums, clues)
     if not sums.prefill_tokens and not sums.first_tokens and not sums.chunk_steps:
@@ -74,6 +76,14 @@ def _unknown(sums: Sums, clues: Clues) -> Shares:
         (0, busy),
         "measured" if clues.busy_ns is not None else "unknown",
     )
+
+
+def _one_step(sums: Sums, clues: Clues, steps: int) -> Shares:
+    """Prompt tokens moved, but how many requests they were of is not told: one step had them for certain."""
+    busy, _ = clues.busy(sums)
+    least = busy / steps
+    kind = "mixed" if sums.always_running and (sums.generated_tokens or 0) > steps / 2 else "prefill"
+    return _settle(clues.window_ns, {kind: least, "idle": clues.window_ns - busy}, (least, busy), "estimated")
 
 
 def _silent(sums: Sums, clues: Clues) -> Shares:

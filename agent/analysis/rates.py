@@ -152,6 +152,8 @@ def sums_between(before: EngineReading, after: EngineReading) -> tuple[Sums | No
             return None, (problem,)
     computed = delta["computed_prompt_tokens"]
     exact = computed is not None
+    if delta["first_tokens"] is None and computed == 0:
+        delta["first_tokens"] = 0  # each first token needs a prompt token computed for it
     if computed is None:
         prompts, hits = delta["prompt_tokens"], delta["prefix_hit_tokens"]
         computed = None if prompts is None else max(0, prompts - (hits or 0))

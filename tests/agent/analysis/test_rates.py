@@ -56,9 +56,16 @@ def test_an_impossible_jump_is_refused_and_named() -> None:
 
 def test_what_the_engine_does_not_tell_stays_unknown() -> None:
     before = engine(1, counters(1, first_tokens=None))
-    sums = between(before, engine(2, counters(2, generated_tokens=5, first_tokens=None)))
+    after = counters(2, generated_tokens=5, first_tokens=None, computed_prompt_tokens=9)
+    sums = between(before, engine(2, after))
     assert sums.decode_tokens is None
     assert sums.generated_tokens == 5
+
+
+def test_without_a_prompt_token_there_was_no_first_token() -> None:
+    before = engine(1, counters(1, first_tokens=None))
+    sums = between(before, engine(2, counters(2, generated_tokens=5, first_tokens=None)))
+    assert (sums.first_tokens, sums.decode_tokens) == (0, 5)
 
 
 def test_several_front_ends_make_steps_unknown() -> None:
