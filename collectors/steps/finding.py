@@ -35,7 +35,7 @@ class Found:
 def find_files(proc: Path, pids: Sequence[int]) -> Found:
     """Return what the processes have mapped; one that is gone has nothing."""
     rings: dict[tuple[int, int, int], MappedFile] = {}
-    fronts: list[FrontEnd] = []
+    metrics: dict[tuple[int, int, int], MappedFile] = {}
     hidden: list[int] = []
     for pid in pids:
         try:
@@ -45,20 +45,18 @@ def find_files(proc: Path, pids: Sequence[int]) -> Found:
             continue
         except OSError:
             continue
+        # A forked child has its parent's mappings too: each file counts once.
         for file in files:
-            if _RING.search(file.path):
-                rings.setdefault(file.key, file)  # a forked child has its parent's mappings too
-        counters, histograms = (_of_kind(files, kind) for kind in ("counter", "histogram"))
-        if counters is not None and histograms is not None and _counts_steps(proc, histograms):
-            fronts.append(FrontEnd(counters, histograms))
-    unique = {front.histograms.key: front for front in reversed(fronts)}
-    return Found(tuple(rings.values()), tuple(unique.values()), tuple(hidden))
-
-
-def _of_kind(files: Sequence[MappedFile], kind: str) -> MappedFile | None:
-    """Return the file of the process itself: a child inherits the mappings of its parent's."""
-    own = [file for file in files if (match := NAME.search(file.path)) and match[1] == kind]
-    return own[-1] if own else None
+            (rings if _RING.search(file.path) else metrics).setdefault(file.key, file)
+    counters = {file.path: file for file in metrics.values()}
+    fronts = [
+        FrontEnd(other, file)
+        for file in metrics.values()
+        if (other := counters.get(file.path.replace("/histogram_", "/counter_"))) is not None
+        and other is not file
+        and _counts_steps(proc, file)
+    ]
+    return Found(tuple(rings.values()), tuple(fronts), tuple(hidden))
 
 
 def _counts_steps(proc: Path, file: MappedFile) -> bool:

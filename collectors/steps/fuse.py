@@ -103,7 +103,8 @@ def _join(clock: StepSeries, count: StepSeries) -> tuple[StepSeries, Agreement]:
     """Give each boundary the tokens of the counted step it belongs to.
 
     Where several boundaries fell into one counted step, the tokens go to the last: they were handed out
-    there. A counted step without a boundary keeps its own times, cut to what is free.
+    there. A counted step without a boundary keeps its own times, cut to what is free; where nothing is, its
+    tokens go to the boundary it lies in, so that no token is lost.
     """
     owner = match(clock, count)
     known = owner >= 0
@@ -116,6 +117,8 @@ def _join(clock: StepSeries, count: StepSeries) -> tuple[StepSeries, Agreement]:
     alone = np.setdiff1d(np.arange(len(count)), matched_counts)
     start_ns, end_ns = _free(clock, count, alone)
     kept = end_ns > start_ns
+    crowded = alone[~kept]
+    host = match(count, clock)[crowded]
     alone, start_ns, end_ns = alone[kept], start_ns[kept], end_ns[kept]
     order = np.argsort(np.concatenate((clock.end_ns, end_ns)), kind="stable")
 
@@ -123,7 +126,9 @@ def _join(clock: StepSeries, count: StepSeries) -> tuple[StepSeries, Agreement]:
         values: _Int | None = getattr(count, name)
         if values is None:
             return None
-        given = np.where(last, values[np.maximum(owner, 0)], 0) if len(count) else np.zeros(len(clock), "i8")
+        given = np.zeros(len(clock), dtype=np.int64)
+        given[last] = values[owner[last]]
+        np.add.at(given, host, values[crowded])
         return column(np.concatenate((given, values[alone]))[order], "i8")
 
     columns = {name: tokens(name) for name in TOKEN_COLUMNS}

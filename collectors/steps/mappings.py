@@ -69,15 +69,21 @@ def open_mapped(proc: Path, file: MappedFile) -> int:
     Raises:
         OSError: it cannot be opened, or another file stands in its place.
     """
-    folder = proc / str(file.pid)
+    folder = f"{proc}/{file.pid}"
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(f"{folder}/root{file.path}", flags | os.O_NOFOLLOW)
-    except OSError:
-        descriptor = os.open(f"{folder}/map_files/{file.address}", flags)
-    status = os.fstat(descriptor)
-    # The device is not compared: overlay file systems give another one to maps than to fstat.
-    if not stat.S_ISREG(status.st_mode) or status.st_ino != file.inode:
+    for path, more in (
+        (f"{folder}/root{file.path}", os.O_NOFOLLOW),
+        (f"{folder}/map_files/{file.address}", 0),
+    ):
+        try:
+            descriptor = os.open(path, flags | more)
+        except OSError:
+            continue
+        status = os.fstat(descriptor)
+        # The device is not compared: overlay file systems give another one to maps than to fstat.
+        if stat.S_ISREG(status.st_mode) and status.st_ino == file.inode:
+            return descriptor
         os.close(descriptor)
-        raise OSError(f"{file.path} is not the file that process {file.pid} has mapped")
-    return descriptor
+    raise OSError(
+        f"{file.path}, which process {file.pid} has mapped, cannot be opened, or is another file now"
+    )
