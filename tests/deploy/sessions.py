@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
@@ -24,6 +25,7 @@ from gpuidle.collectors.simulator.scenario import (
 )
 from gpuidle.exporters.catalogue import points
 from gpuidle.exporters.naming import label_name
+from gpuidle.exporters.recording.writer import SessionWriter
 
 SCRAPE_S = 60
 WARM_UP_S = 240
@@ -56,6 +58,10 @@ FEW_ROWS = EngineSpec(
 WASTED = Scenario(seed=1, gpus=(GpuSpec(),) * 4, engines=(UNUSED, GAPS, FEW_ROWS), hostname="wasted")
 """GPU 0 is loaded and unused, GPU 1 waits for its host, GPU 2 runs four rows a step, GPU 3 is nobody's."""
 
+HIDDEN = EngineSpec(name="hidden", config=LLAMA_3_8B, gpus=(4,))
+WASTED_AND_BLIND = replace(WASTED, gpus=(GpuSpec(),) * 5, engines=(*WASTED.engines, HIDDEN))
+"""The same, and GPU 4 whose engine cannot be asked (see `with_one_hidden`)."""
+
 FULL = EngineSpec(
     name="llama-3-70b",
     config=LLAMA_3_70B,
@@ -86,6 +92,33 @@ def in_pods(snapshot: Snapshot, _seconds: float) -> Snapshot:
             for each in snapshot.engines
         ),
     )
+
+
+def with_one_hidden(snapshot: Snapshot, seconds: float) -> Snapshot:
+    """Take everything away that an engine and its GPU tell; the others are in pods."""
+    pods = in_pods(snapshot, seconds)
+    engines = tuple(
+        msgspec.structs.replace(each, state="unobserved", counters=None) if each.model == "hidden" else each
+        for each in pods.engines
+    )
+    [hidden] = [each.engine_id for each in engines if each.model == "hidden"]
+    cards = pods.gpus or ()
+    return msgspec.structs.replace(
+        pods,
+        engines=engines,
+        steps=tuple(each for each in pods.steps if each.engine_id != hidden),
+        counters=tuple(each for each in pods.counters if each.hw_id != cards[4].hw_id),
+        gpus=(*cards[:4], msgspec.structs.replace(cards[4], busy_ratio=None)),
+    )
+
+
+def record(path: Path, scenario: Scenario, seconds: int, change: Change = untouched) -> None:
+    """Write a session with a Snapshot a second, as `gpuidle record` would have on that node."""
+    writer = SessionWriter(path)
+    spec = replace(scenario, duration_ns=seconds * SECOND_NS)
+    for number, (snapshot, _) in enumerate(simulate(spec, tick_ns=SECOND_NS)):
+        writer.write(change(snapshot, number))
+    writer.close()
 
 
 def frames(
