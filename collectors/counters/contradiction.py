@@ -2,7 +2,8 @@
 
 After an Xid, or when another tool has left them in a bad state, profiling counters can read 0 for ever and
 with success. Only another counter shows that. A GPU with a kernel resident has an active SM (one of 132 is
-0.8 %), so SM activity of 0 contradicts NVML's busy share near 1 before, in and after the window.
+0.8 %), so SM activity of 0 contradicts NVML's busy share near 1 before, in and after the window, and graphics
+activity near 1 in the same window.
 """
 
 from __future__ import annotations
@@ -58,20 +59,28 @@ class History:
 
 
 def verdict(series: CounterSeries, history: History) -> Verdict:
-    """Say whether the samples of one tick fit what the driver said of the GPU around them.
+    """Say whether the samples of one tick fit each other, and what the driver said of the GPU around them.
 
     SM activity tells; where the rung has none, graphics activity, else tensor activity, of which 0 is
     possible on a busy GPU, but says nothing about idle compute then.
     """
-    columns = (series.sm_active, series.gr_active, series.tensor_active)
-    column = next((found for found in columns if found is not None), None)
-    if column is None or not len(series):
+    sm, graphics, tensor = (_mean(series, name) for name in ("sm_active", "gr_active", "tensor_active"))
+    mean = next((value for value in (sm, graphics, tensor) if value is not None), None)
+    if mean is None:
         return "unclear"
-    mean = float(np.average(column.astype(np.float64), weights=series.width_ns)) * RATIO_STEP
     if mean >= ZERO_RATIO:
         return "alive"
+    if graphics is not None and graphics >= BUSY_RATIO:
+        return "contradicted"
     start_ns = int(series.end_ns[0] - series.width_ns[0])
     return "contradicted" if history.busy_throughout(start_ns, int(series.end_ns[-1])) else "unclear"
+
+
+def _mean(series: CounterSeries, name: str) -> float | None:
+    column = getattr(series, name)
+    if column is None or not len(series):
+        return None
+    return float(np.average(column.astype(np.float64), weights=series.width_ns)) * RATIO_STEP
 
 
 class Trust:

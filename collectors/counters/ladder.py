@@ -168,7 +168,7 @@ def _explain(refused: Sequence[RungStatus], chosen: dict[str, Rung], devices: in
     problems = []
     for (rung, state, _, remedy), hw_ids in groups.items():
         of_all = len(hw_ids) == devices
-        where = "" if devices == 1 else "all GPUs: " if of_all else f"{len(hw_ids)} of {devices} GPUs: "
+        where = f"{len(hw_ids)} of {devices} devices: " if len(hw_ids) > 1 and not of_all else ""
         served = sorted({chosen.get(hw_id, "nvml") for hw_id in hw_ids})
         problems.append(
             Problem(

@@ -202,3 +202,9 @@ def test_a_simulated_node_says_so() -> None:
     simulated = msgspec.structs.replace(frame(), node=Node(hostname="demo", simulated=True))
     assert values(frame())["gpuidle.agent.simulated"] == {(): 0}
     assert values(simulated)["gpuidle.agent.simulated"] == {(): 1}
+
+
+def test_errors_are_counted_by_kind_and_a_gpu_that_reports_none_has_no_zero() -> None:
+    found = values(frame(gpus=(gpu(0), gpu(1))))["hw.errors"]
+    told = {(dict(key)["hw.id"], dict(key)["error.type"]): value for key, value in found.items()}
+    assert told == {("GPU-0", "ecc_double_bit"): 0, ("GPU-0", "xid_79"): 2}

@@ -63,6 +63,7 @@ class FakeRung:
         self.window_ns = window_ns
         self.state: dict[str, RungState] = {}
         self.sm: dict[str, float] = {}
+        self.gr = 0.0
         self.silent = False
         self.error: Exception | None = None
         self.asked: list[str] = []
@@ -85,6 +86,7 @@ class FakeRung:
                         rung=self.name,
                         end_ns=column([now_ns], "i8"),
                         width_ns=column([self.window_ns], "i8"),
+                        gr_active=column([round(self.gr / RATIO_STEP)], "u2"),
                         sm_active=column([round(self.sm.get(hw_id, 0.5) / RATIO_STEP)], "u2"),
                     )
                 )
@@ -132,7 +134,7 @@ def test_each_device_has_its_own_best_rung_and_says_why_not_better(node: Node) -
     assert node.tick() == {A: "dcgm", B: "nvml_gpm"}
     (problem,) = node.last.problems
     assert (problem.source, problem.kind, problem.subject) == ("counters", "rung_refused", A)
-    assert problem.message == "1 of 2 GPUs: nvml_gpm does not serve, dcgm does: refused!"
+    assert problem.message == "nvml_gpm does not serve, dcgm does: refused!"
     assert problem.remedy == "do"
 
 
@@ -140,7 +142,7 @@ def test_one_reason_for_all_is_told_once(node: Node) -> None:
     node.best.state.update({A: "busy", B: "busy"})
     assert node.tick() == {A: "dcgm", B: "dcgm"}
     (problem,) = node.last.problems
-    assert problem.message == "all GPUs: nvml_gpm does not serve, dcgm does: busy!"
+    assert problem.message == "nvml_gpm does not serve, dcgm does: busy!"
 
 
 def test_what_the_hardware_does_not_have_is_told_only_where_nothing_serves(node: Node) -> None:
@@ -221,10 +223,17 @@ def test_both_rungs_dead_leave_the_driver(node: Node) -> None:
     node.tick(3)
     node.best.sm[A] = node.next.sm[A] = 0.0
     assert node.tick(5) == {A: None, B: "nvml_gpm"}
-    assert [p.message.split(":")[1].strip() for p in node.last.problems] == [
+    assert [p.message.split(":")[0] for p in node.last.problems] == [
         "nvml_gpm does not serve, nvml does",
         "dcgm does not serve, nvml does",
     ]
+
+
+def test_an_active_gpu_without_an_active_sm_contradicts_itself(node: Node) -> None:
+    node.devices.busy = None  # as the driver says of an instance
+    node.best.gr, node.best.sm[A] = 1.0, 0.0
+    assert node.tick(5) == {A: "dcgm", B: "nvml_gpm"}
+    assert node.said() == {"rung_dead": A}
 
 
 def test_an_idle_gpu_is_not_a_dead_counter(node: Node) -> None:
