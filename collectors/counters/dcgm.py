@@ -12,7 +12,7 @@ import contextlib
 import statistics
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from gpuidle.agent.physics.peaks import find_peaks
 from gpuidle.collectors.counters.dcgm_find import NONE, FoundExporter, find_exporter
 from gpuidle.collectors.counters.dcgm_page import DcgmPage, DeviceKey, DeviceRow, read_page
 from gpuidle.collectors.counters.dcgm_status import Standing, page_problems, status_of
-from gpuidle.collectors.counters.dcgm_track import Sample, Tracker
+from gpuidle.collectors.counters.dcgm_track import EnergyRenewal, Sample, Tracker
 from gpuidle.collectors.counters.rung import RungReading
 from gpuidle.collectors.discovery.processes import ProcessTable
 from gpuidle.collectors.support.exposition import ExpositionError
@@ -74,7 +74,7 @@ class DcgmRung:
         self._standing = Standing()
         # Of the reading thread.
         self._energies: dict[str, deque[tuple[int, float]]] = {}
-        self._unplaced: list[Sample] = []
+        self._unplaced: list[EnergyRenewal] = []
         self._lags: deque[int] = deque(maxlen=_LAGS)
         self._last_end: dict[str, int] = {}
         self._counted: set[str] = set()
@@ -99,11 +99,12 @@ class DcgmRung:
         with self._lock:
             samples = list(self._samples)
             self._samples.clear()
+            renewals = self._tracker.take_energies()
             standing = self._standing
             stale_s = self._tracker.stale(now_ns)
-        self._learn_lag(samples, devices)
+        self._learn_lag(renewals, devices)
         for device in devices:
-            row = None if standing.page is None else _row(standing.page, device)
+            row = None if standing.page is None else _row(standing.page.devices, device)
             if row is not None and row.ratios:
                 self._counted.add(device.hw_id)
         present = {device.hw_id for device in devices}
@@ -115,7 +116,7 @@ class DcgmRung:
                 status_of(
                     device.hw_id,
                     standing,
-                    None if standing.page is None else _row(standing.page, device),
+                    None if standing.page is None else _row(standing.page.devices, device),
                     stale_s=stale_s,
                     counted=device.hw_id in self._counted,
                 )
@@ -150,9 +151,9 @@ class DcgmRung:
         self._text, self._page = text, page
         self._failures = 0
         with self._lock:
-            sample = self._tracker.poll(page, sent_ns, now.monotonic_ns, now.wall_ns - now.monotonic_ns)
-            if sample is not None:
-                self._samples.append(sample)
+            self._samples += self._tracker.poll(
+                page, sent_ns, now.monotonic_ns, now.wall_ns - now.monotonic_ns
+            )
             self._standing = Standing(
                 url=client.base_url, page=page, interval_ns=self._tracker.interval_ns, served=True
             )
@@ -206,7 +207,7 @@ class DcgmRung:
             self._standing = Standing(url=url, failure=message, remedy=remedy, served=self._standing.served)
         return pause_s
 
-    def _learn_lag(self, samples: Sequence[Sample], devices: Sequence[GpuReading]) -> None:
+    def _learn_lag(self, renewals: Sequence[EnergyRenewal], devices: Sequence[GpuReading]) -> None:
         """Find when NVML's energy counter stood where the exporter's page has it."""
         for device in devices:
             if device.energy_joules is None:
@@ -215,18 +216,14 @@ class DcgmRung:
             if known and device.energy_joules < known[-1][1]:
                 known.clear()  # the driver was loaded anew
             known.append((device.read_ns, device.energy_joules))
-        self._unplaced = [*self._unplaced, *(sample for sample in samples if sample.energy_new)][-_LAGS:]
-        waiting: list[Sample] = []
-        for sample in self._unplaced:
-            placed = False
-            for key, row in sample.page.devices.items():
-                moment_ns = _moment(self._energies.get(key.uuid), row.energy_joules)
-                if moment_ns is not None:
-                    self._lags.append(sample.seen_ns - moment_ns)
-                    placed = True
-            if not placed:
-                waiting.append(sample)
-        self._unplaced = waiting
+        waiting: list[EnergyRenewal] = []
+        for renewal in [*self._unplaced, *renewals]:
+            moments = [_moment(self._energies.get(uuid), joules) for uuid, joules in renewal.joules.items()]
+            found = [renewal.seen_ns - moment for moment in moments if moment is not None]
+            self._lags += found
+            if not found:
+                waiting.append(renewal)
+        self._unplaced = waiting[-_LAGS:]
 
     def _series(self, device: GpuReading, samples: Sequence[Sample]) -> CounterSeries | None:
         rows: list[DeviceRow] = []
@@ -234,8 +231,10 @@ class DcgmRung:
         widths: list[int] = []
         last_ns = self._last_end.get(device.hw_id)
         for sample in samples:
-            row = _row(sample.page, device)
-            if row is None or not row.ratios:
+            row = _row(sample.devices, device)
+            if row is None:
+                continue
+            if not row.ratios:
                 self._gone.add(device.hw_id)
                 continue
             if device.hw_id in self._gone:
@@ -277,13 +276,13 @@ class _Nowhere(Exception):
         self.found = found
 
 
-def _row(page: DcgmPage, device: GpuReading) -> DeviceRow | None:
+def _row(rows: Mapping[DeviceKey, DeviceRow], device: GpuReading) -> DeviceRow | None:
     keys = [DeviceKey(device.hw_id)]
     if device.parent_hw_id is not None:
         keys = [DeviceKey(device.parent_hw_id, device.instance_id), *keys]
         if device.instance_id is None:
             del keys[0]
-    return next((page.devices[key] for key in keys if key in page.devices), None)
+    return next((rows[key] for key in keys if key in rows), None)
 
 
 def _moment(known: Sequence[tuple[int, float]] | None, joules: float | None) -> int | None:

@@ -111,6 +111,10 @@ class DcgmScenario:
     interval_s: float = 1.0
     phase_s: float = 0.0
     """A moment at which it refreshes."""
+    skew_s: float = 0.0
+    """How much later than the GPU before each GPU is refreshed."""
+    device_phase_s: float = 0.0
+    """How much later than the counters temperature, power and energy are refreshed."""
     lag_s: float = 0.0
     faults: tuple[Fault, ...] = ()
     counters: tuple[Counter, ...] = COUNTERS
@@ -123,26 +127,31 @@ class DcgmScenario:
     device_fields: bool = True
     """Whether temperature, power and energy are on the page too."""
 
-    def measured(self, now_s: float) -> tuple[float, float]:
-        """Return the span that the page of this moment is the mean of."""
+    def measured(self, now_s: float, gpu: int = 0, after_s: float = 0.0) -> tuple[float, float]:
+        """Return the span that a GPU's line of this moment is the mean of."""
         for fault in self.faults:
             if fault.kind == "frozen" and fault.hits(now_s):
                 now_s = fault.from_s
-        refresh = self.phase_s + math.floor((now_s - self.phase_s) / self.interval_s) * self.interval_s
+        phase_s = self.phase_s + gpu * self.skew_s + after_s
+        refresh = phase_s + math.floor((now_s - phase_s) / self.interval_s) * self.interval_s
         return refresh - self.lag_s - self.interval_s, refresh - self.lag_s
 
     def page(self, now_s: float) -> str:
         """Return the text of /metrics at a moment."""
         if any(fault.kind == "empty" and fault.hits(now_s) for fault in self.faults):
             return ""
-        begin_s, end_s = self.measured(now_s)
-        stamp = f" {round((end_s + self.wall_offset_s) * 1000)}" if self.timestamps else ""
         lines: list[str] = []
+
+        def ended(device: Device) -> float:
+            return self.measured(now_s, device.gpu, self.device_phase_s)[1]
 
         def family(name: str, rows: list[tuple[Device, str]]) -> None:
             if rows:
                 lines.extend([f"# HELP {name} A counter.", f"# TYPE {name} gauge"])
-                lines.extend(f"{name}{{{self._labels(device)}}} {text}{stamp}" for device, text in rows)
+                lines.extend(
+                    f"{name}{{{self._labels(device)}}} {text}{self._stamp(device, now_s)}"
+                    for device, text in rows
+                )
 
         whole = [device for device in self.devices if device.instance is None] or list(self.devices[:1])
         if self.device_fields:
@@ -150,16 +159,21 @@ class DcgmScenario:
             # The last digits of a sensor never stand still.
             family(
                 "DCGM_FI_DEV_POWER_USAGE",
-                [(d, f"{d.power_watts + 0.001 * (round(end_s * 1000) % 977):.6f}") for d in whole],
+                [(d, f"{d.power_watts + 0.001 * (round(ended(d) * 1000) % 977):.6f}") for d in whole],
             )
             family(
                 "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
-                [(d, str(round(d.energy_at(end_s) * 1000))) for d in whole],
+                [(d, str(round(d.energy_at(ended(d)) * 1000))) for d in whole],
             )
         for counter in self.counters:
-            rows = [(d, self._text(d, counter, begin_s, end_s, now_s)) for d in self.devices]
+            rows = [(d, self._text(d, counter, *self.measured(now_s, d.gpu), now_s)) for d in self.devices]
             family(self.names[counter], [(device, text) for device, text in rows if text is not None])
         return "\n".join(lines) + "\n"
+
+    def _stamp(self, device: Device, now_s: float) -> str:
+        if not self.timestamps:
+            return ""
+        return f" {round((self.measured(now_s, device.gpu)[1] + self.wall_offset_s) * 1000)}"
 
     def _text(
         self, device: Device, counter: Counter, begin_s: float, end_s: float, now_s: float

@@ -199,6 +199,39 @@ def test_zeros_alone_on_a_page_that_never_changes_are_no_idle_gpu(stack: ExitSta
     assert bench.state() == "lost"
 
 
+@pytest.mark.parametrize("skew_s", [0.03, 0.3])
+def test_gpus_that_are_renewed_one_after_another_keep_their_own_values(
+    stack: ExitStack, skew_s: float
+) -> None:
+    levels = [
+        tuple(Level(990.0 + 0.25 * k, gr=((7 * k + 3 * gpu) % 40) / 40) for k in range(400)) for gpu in (0, 1)
+    ]
+    devices = (Device(A, levels[0]), Device(B, levels[1], gpu=1))
+    bench = Bench(DcgmScenario(devices, interval_s=1.0, phase_s=0.11, skew_s=skew_s), stack)
+    bench.run(40)
+    for gpu_index, uuid in enumerate((A, B)):
+        got = bench.ratios("gr_active", uuid)
+        truth = [
+            round(devices[gpu_index].mean("gr", begin, begin + 1.0), 4)
+            for begin in (999.11 + gpu_index * skew_s + k for k in range(40))
+        ]
+        # Every mean once and in order; those before the interval was known are missing.
+        assert len(got) >= 30
+        at = truth.index(got[0])
+        assert got == pytest.approx(truth[at : at + len(got)], abs=2e-4)
+
+
+def test_device_fields_of_another_phase_do_not_disturb(stack: ExitStack) -> None:
+    levels = tuple(Level(990.0 + 0.7 * k, gr=(k % 7) / 7) for k in range(90))
+    scenario = DcgmScenario((Device(A, levels),), interval_s=1.0, device_phase_s=0.45, lag_s=0.3)
+    bench = Bench(scenario, stack)
+    bench.run(40)
+    spans = bench.spans_s()
+    assert len(spans) >= 30
+    assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(spans))
+    assert bench.rung.lag_ns == pytest.approx(0.3e9, abs=0.13e9)
+
+
 def test_labels_of_pods_that_come_and_go_are_no_renewal(stack: ExitStack) -> None:
     bench = Bench(DcgmScenario((Device(A, BUSY),), interval_s=5.0), stack)
     for second in range(40):
