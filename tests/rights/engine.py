@@ -12,7 +12,7 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+options = {sys.argv[at]: sys.argv[at + 1] for at in range(1, len(sys.argv), 2)}
 page = Path(options["--page"]).read_text()
 
 

@@ -26,7 +26,7 @@ from gpuidle.collectors.counters.dcgm_page import DeviceKey, read_page
 from gpuidle.collectors.counters.rung import RungReading
 
 SECOND = 1_000_000_000
-A, B = "GPU-34319582-d595-d1c7-d1d2-179bcfa61660", "GPU-00000000-0000-4000-8000-000000000001"
+A, B = (f"GPU-00000000-0000-4000-8000-{index:012x}" for index in (0, 1))
 BUSY = (Level(0.0, gr=0.9, sm=0.8, tensor=0.03, dram=0.7),)
 H100_BYTES = 85_520_809_984
 H100_BANDWIDTH = 3352e9
@@ -360,18 +360,15 @@ def test_mig_instances_are_joined_by_parent_and_instance(stack: ExitStack) -> No
     assert bench.state("MIG-7") == "failed"
 
 
-def test_a_published_page_is_read(tmp_path: Path) -> None:
+def test_a_page_of_the_oldest_form_is_read() -> None:
+    """No pci_bus_id and no modelName; a line with an instance's id beside lines without."""
     page = read_page(
-        f'DCGM_FI_PROF_GR_ENGINE_ACTIVE{{gpu="0",UUID="{A}",device="nvidia0",Hostname="n"}} 0.995630\n'
-        f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{gpu="0",UUID="{A}",device="nvidia0",Hostname="n"}} 0.929260\n'
-        f'DCGM_FI_PROF_DRAM_ACTIVE{{gpu="0",UUID="{A}",device="nvidia0",Hostname="n"}} 0.690789\n'
-        f'DCGM_FI_DEV_XID_ERRORS{{gpu="0",UUID="{A}",GPU_I_PROFILE="1g.5gb",GPU_I_ID="13"}} 0\n'
+        f'DCGM_FI_PROF_GR_ENGINE_ACTIVE{{gpu="0",UUID="{A}",device="nvidia0",Hostname="n"}} 0.912345\n'
+        f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{gpu="0",UUID="{A}",device="nvidia0",Hostname="n"}} 0.823456\n'
+        f'DCGM_FI_DEV_GPU_TEMP{{gpu="0",UUID="{A}",GPU_I_PROFILE="1g.5gb",GPU_I_ID="13"}} 40\n'
     )
-    assert page.devices[DeviceKey(A)].ratios == {
-        "gr_active": 0.99563,
-        "tensor_active": 0.92926,
-        "dram_active": 0.690789,
-    }
+    assert page.devices[DeviceKey(A)].ratios == {"gr_active": 0.912345, "tensor_active": 0.823456}
+    assert page.devices[DeviceKey(A, 13)].ratios == {}
 
 
 # --------------------------------------------------------------------------------------------------------
