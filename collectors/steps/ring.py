@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -201,9 +200,9 @@ class RingReader:
 
 def _row(data: bytes, at: int, index: int) -> tuple[int, ...] | None:
     """Return one record, or None if it is torn, not the one expected, or says what cannot be."""
-    body = data[at : at + layout.BODY.size]
-    row: tuple[int, ...] = layout.BODY.unpack(body)
-    if row[0] != index or zlib.crc32(body) != layout.CRC.unpack_from(data, at + layout.BODY.size)[0]:
+    *fields, check = layout.RECORD.unpack_from(data, at)
+    row = tuple(fields)
+    if row[0] != index or layout.checksum(row) != check:
         return None
     _, submit_ns, end_ns, *counts = row
     if not 0 < submit_ns <= end_ns <= time.monotonic_ns():

@@ -8,7 +8,7 @@ Rules, since it runs in somebody else's process: it never waits, it never raises
 reference to the engine's objects after a step, and after `_MOST_FAULTS` faults it writes nothing any more.
 
 The ring is a file of `HEADER_BYTES` + capacity x `RECORD_BYTES`, all little-endian. The header's `committed`
-counts records ever written; record i lies in slot i mod capacity, holds i itself and ends in a CRC-32, so
+counts records ever written; record i lies in slot i mod capacity, holds i itself and ends in a checksum, so
 that a reader sees a torn or overwritten record whatever the processor's memory order. The writer holds an
 exclusive flock as long as it lives: a ring without it is stale, whatever PID namespace it came from.
 """
@@ -27,7 +27,6 @@ import stat
 import struct
 import sys
 import time
-import zlib
 from multiprocessing import util
 from typing import Any
 
@@ -56,16 +55,19 @@ FIELDS = (
     "recomputed_tokens",
     "resumed_tokens",
 )
-"""Of a record, int64 each; then come 4 bytes of CRC-32 over them, and 4 of zeros.
+"""Of a record, int64 each; then comes `checksum` of them.
 
 `resumed_tokens` are those of `prefill_tokens` that belong to requests with outputs: the engine's own log
 counts them among its generation tokens.
 """
-BODY = struct.Struct("<13q")
-CRC = struct.Struct("<II")
-RECORD_BYTES = BODY.size + CRC.size
+RECORD = struct.Struct("<14q")
+RECORD_BYTES = RECORD.size
 CAPACITY = 16384
 """Records: 1.8 MiB, 16 s of an engine that makes 1,000 steps a second."""
+
+checksum = hash
+"""Of the tuple of a record's fields: CPython's, from 3.8 on the same on every 64-bit machine, and a third of
+the time of packing the fields and taking their CRC-32."""
 
 _MOST_FAULTS = 100
 _MOST_OPEN_STEPS = 64
@@ -73,6 +75,8 @@ _LOGGER = logging.getLogger("gpuidle.steps")
 _RECORDER = "_gpuidle_steps"
 _WRAPPED = "_gpuidle_wrapped"
 _numbers = itertools.count()
+_pack_record = RECORD.pack_into
+_monotonic_ns = time.monotonic_ns
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -149,22 +153,22 @@ class Ring:
             os.close(self._descriptor)
             os.unlink(draft)  # noqa: PTH108
             raise
+        self._words = memoryview(self._map).cast("q")
         self._committed = 0
         self._faults = 0
 
     def write(self, *fields: int) -> None:
         """Write one record: the FIELDS after `index`."""
         index = self._committed
-        body = BODY.pack(index, *fields)
-        at = HEADER_BYTES + index % self.capacity * RECORD_BYTES
-        self._map[at : at + RECORD_BYTES] = body + CRC.pack(zlib.crc32(body), 0)
-        self._committed = index + 1
-        self._map[COMMITTED_AT : COMMITTED_AT + 8] = COUNTER.pack(index + 1)
+        row = (index, *fields)
+        _pack_record(self._map, HEADER_BYTES + index % self.capacity * RECORD_BYTES, *row, checksum(row))
+        self._committed = index = index + 1
+        self._words[COMMITTED_AT // 8] = index
 
     def fault(self) -> None:
         """Count a step that could not be recorded."""
         self._faults += 1
-        self._map[FAULTS_AT : FAULTS_AT + 8] = COUNTER.pack(self._faults)
+        self._words[FAULTS_AT // 8] = self._faults
 
     @property
     def broken(self) -> bool:
@@ -187,34 +191,53 @@ class Recorder:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._open: dict[int, tuple[int, ...]] = {}
+        """Steps in flight by the identity of their schedule. Of decodes alone, which nearly every step is,
+        only time and drafts: the rest can be read when it ends."""
         self._furthest: dict[str, int] = {}
         """How far prompts under way were computed: what is computed again after a preemption."""
+        self._modern = False
+        """Whether the engine names what was preempted and counts each request's outputs (0.12 and later)."""
         self.running = 0
-        """Requests that ran before the scheduler was asked."""
-        self._end_ns = 0
-        self._accepted = 0
+        """Requests that ran before the scheduler was asked: older versions need it."""
 
     def scheduled(self, scheduler: Any, output: Any) -> None:
         """Note a step that was just scheduled."""
         total = output.total_num_scheduled_tokens
-        for gone in output.finished_req_ids:
-            self._furthest.pop(gone, None)
+        spec = output.scheduled_spec_decode_tokens
+        drafts = sum(map(len, spec.values())) if spec else 0
+        if (
+            self._modern
+            and total == len(output.num_scheduled_tokens) + drafts
+            and 0 not in output.scheduled_cached_reqs.num_output_tokens
+            and not output.scheduled_new_reqs
+        ):
+            begun: tuple[int, ...] = (_monotonic_ns(), drafts)
+        else:
+            begun = self._examine(scheduler, output, total, drafts)
         if not total:
             return
-        prefill, again, resumed, sequences, kv, drafts, admitted = self._rows(scheduler, output, total)
-        preempted = getattr(output, "preempted_req_ids", None)
-        if preempted is not None:
-            preemptions = len(preempted)
-        else:
-            preemptions = max(0, self.running + admitted - len(scheduler.running))
         if len(self._open) >= _MOST_OPEN_STEPS:  # steps whose outcome never came
             self._open.clear()
             self.ring.fault()
-        self._open[id(output)] = (
-            time.monotonic_ns(), prefill, total - prefill, sequences, kv, drafts, preemptions, again, resumed,
+        self._open[id(output)] = begun
+
+    def _examine(self, scheduler: Any, output: Any, total: int, drafts: int) -> tuple[int, ...]:
+        """Return what is known of any step at its submission."""
+        for gone in output.finished_req_ids if self._furthest else ():
+            self._furthest.pop(gone, None)
+        preempted = getattr(output, "preempted_req_ids", None)
+        self._modern = preempted is not None and hasattr(output.scheduled_cached_reqs, "num_output_tokens")
+        prefill, again, resumed, kv, admitted = self._rows(scheduler, output, total, drafts)
+        if preempted is None:
+            preemptions = max(0, self.running + admitted - len(scheduler.running))
+        else:
+            preemptions = len(preempted)
+        return (
+            _monotonic_ns(), prefill, total - prefill, len(output.num_scheduled_tokens), kv, drafts,
+            preemptions, again, resumed,
         )  # fmt: skip
 
-    def _rows(self, scheduler: Any, output: Any, total: int) -> tuple[int, int, int, int, int, int, int]:
+    def _rows(self, scheduler: Any, output: Any, total: int, drafts: int) -> tuple[int, int, int, int, int]:
         """Split the rows of a step into those of prompts and the others.
 
         A request is in its prompt until it has an output token, as the engine's own log has it. What a
@@ -233,8 +256,6 @@ class Recorder:
         for new in output.scheduled_new_reqs:
             kv += new.num_computed_tokens
             chunks.append((new.req_id, new.num_computed_tokens))
-        spec = output.scheduled_spec_decode_tokens
-        drafts = sum(map(len, spec.values())) if spec else 0
         for name, begin in chunks:
             tokens = scheduled[name]
             prefill += tokens
@@ -243,10 +264,13 @@ class Recorder:
             begun_again = request is not None and request.num_tokens > request.num_prompt_tokens
             furthest = done - 1 if begun_again else self._furthest.get(name, 0)
             again += max(0, min(begin + tokens, furthest) - begin)
-            if furthest < begin + tokens < done:
+            if begin + tokens >= done:
+                self._furthest.pop(name, None)
+            elif begin + tokens > furthest:
                 self._furthest[name] = begin + tokens
         if total - prefill > len(scheduled) - len(chunks) + drafts:
             # More rows than decodes and drafts: requests that were preempted after their first token.
+            spec = output.scheduled_spec_decode_tokens
             for name, begin, made in zip(ids, begins, outputs, strict=True):
                 tokens = scheduled[name]
                 if made and tokens > 1 + len(spec.get(name, ())):
@@ -254,26 +278,49 @@ class Recorder:
                     resumed += tokens
                     again += max(0, min(begin + tokens, requests[name].num_tokens - 1) - begin)
         admitted = len(output.scheduled_new_reqs) + resumptions
-        return prefill, again, resumed, len(scheduled), kv, drafts, admitted
+        return prefill, again, resumed, kv, admitted
 
-    def ended(self, scheduler: Any, output: Any, sampled: Any) -> None:
-        """Note when a step's result came and which drafts it took, before the engine cuts it to size."""
-        self._end_ns = time.monotonic_ns()
-        self._accepted = 0
-        if output.scheduled_spec_decode_tokens:
-            self._accepted = _accepted(scheduler, output, sampled)
+    def accepted(self, scheduler: Any, output: Any, sampled: Any) -> int:
+        """Count accepted drafts, of requests that are still there: what a sequence made beyond one token.
 
-    def finished(self, output: Any, results: Any) -> None:
-        """Write the record of a step whose tokens were handed out."""
+        Asked before the engine works on the result: it cuts what goes beyond the end of a request.
+        """
+        tokens = sampled.sampled_token_ids
+        if not tokens:
+            return 0
+        nobody_left = len(self._open) == 1 and not scheduler.finished_req_ids
+        if nobody_left or output.num_scheduled_tokens.keys() <= scheduler.requests.keys():
+            lengths = list(map(len, tokens))
+            return sum(lengths) - len(lengths) + lengths.count(0)
+        rows = sampled.req_id_to_index
+        return sum(
+            max(0, len(tokens[rows[name]]) - 1)
+            for name in output.scheduled_spec_decode_tokens
+            if name in scheduler.requests and name in rows
+        )
+
+    def finished(self, output: Any, results: Any, end_ns: int, accepted: int) -> None:
+        """Write the record of a step that ended at `end_ns` and whose tokens were handed out."""
         begun = self._open.pop(id(output), None)
         if begun is None:
             if output.total_num_scheduled_tokens:
                 self.ring.fault()
             return
+        delivered = 0
+        for group in results.values() if isinstance(results, dict) else (results,):  # by front end
+            for each in group.outputs:
+                delivered += len(each.new_token_ids)
+        if len(begun) == 2:
+            self.ring.write(
+                begun[0], end_ns, 0, output.total_num_scheduled_tokens, delivered,
+                len(output.num_scheduled_tokens), sum(output.scheduled_cached_reqs.num_computed_tokens),
+                begun[1], accepted, len(output.preempted_req_ids), 0, 0,
+            )  # fmt: skip
+            return
         submit_ns, prefill, decode, sequences, kv, drafts, preemptions, again, resumed = begun
         self.ring.write(
-            submit_ns, self._end_ns, prefill, decode, _delivered(results), sequences, kv, drafts,
-            self._accepted, preemptions, again, resumed,
+            submit_ns, end_ns, prefill, decode, delivered, sequences, kv, drafts, accepted, preemptions,
+            again, resumed,
         )  # fmt: skip
 
 
@@ -302,28 +349,6 @@ def _outputs(ids: list[str], begins: list[int], requests: Any) -> list[int]:
         requests[name].num_output_tokens or int(begin >= requests[name].num_prompt_tokens)
         for name, begin in zip(ids, begins, strict=True)
     ]
-
-
-def _delivered(results: Any) -> int:
-    """Count the tokens handed out; results are by front end, and one object in old versions."""
-    groups = results.values() if isinstance(results, dict) else (results,)
-    return sum([len(each.new_token_ids) for group in groups for each in group.outputs])
-
-
-def _accepted(scheduler: Any, output: Any, sampled: Any) -> int:
-    """Count accepted drafts, of requests that are still there: what a sequence made beyond one token."""
-    tokens = sampled.sampled_token_ids
-    if not tokens:
-        return 0
-    if output.num_scheduled_tokens.keys() <= scheduler.requests.keys():
-        lengths = list(map(len, tokens))
-        return sum(lengths) - len(lengths) + lengths.count(0)
-    rows = sampled.req_id_to_index
-    return sum(
-        max(0, len(tokens[rows[name]]) - 1)
-        for name in output.scheduled_spec_decode_tokens
-        if name in scheduler.requests and name in rows
-    )
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -356,30 +381,33 @@ def wrap(scheduler_class: Any) -> None:
     @functools.wraps(schedule)
     def schedule_recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = getattr(self, _RECORDER, None)
-        if recorder is not None:
-            recorder.running = len(getattr(self, "running", ()))
+        if recorder is None:
+            return schedule(self, *args, **kwargs)
+        recorder.running = len(getattr(self, "running", ()))
         output = schedule(self, *args, **kwargs)
-        if recorder is not None:
-            try:
-                recorder.scheduled(self, output)
-            except Exception:  # noqa: BLE001
-                _fault(self, recorder)
+        try:
+            recorder.scheduled(self, output)
+        except Exception:  # noqa: BLE001
+            _fault(self, recorder)
         return output
 
     @functools.wraps(update)
     def update_recorded(self: Any, output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = getattr(self, _RECORDER, None)
-        if recorder is not None:
-            try:
-                recorder.ended(self, output, sampled)
-            except Exception:  # noqa: BLE001
-                _fault(self, recorder)
+        if recorder is None:
+            return update(self, output, sampled, *args, **kwargs)
+        end_ns = _monotonic_ns()
+        accepted = 0
+        try:
+            if output.scheduled_spec_decode_tokens:
+                accepted = recorder.accepted(self, output, sampled)
+        except Exception:  # noqa: BLE001
+            _fault(self, recorder)
         results = update(self, output, sampled, *args, **kwargs)
-        if recorder is not None:
-            try:
-                recorder.finished(output, results)
-            except Exception:  # noqa: BLE001
-                _fault(self, recorder)
+        try:
+            recorder.finished(output, results, end_ns, accepted)
+        except Exception:  # noqa: BLE001
+            _fault(self, recorder)
         return results
 
     scheduler_class.__init__ = begin_recorded

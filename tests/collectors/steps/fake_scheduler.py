@@ -49,6 +49,7 @@ def scheduler_class(shape: str) -> type[Any]:
             self.running: list[Request] = []
             self.waiting: list[Request] = []
             self.plan = Plan({})
+            self.finished_req_ids: set[str] = set()
             self.seen: set[str] = set()
 
         def add(self, name: str, prompt: int) -> None:
@@ -79,8 +80,9 @@ def scheduler_class(shape: str) -> type[Any]:
                 num_scheduled_tokens=dict(plan.tokens),
                 total_num_scheduled_tokens=sum(plan.tokens.values()),
                 scheduled_spec_decode_tokens={n: [-1] * k for n, k in plan.drafts.items()},
-                finished_req_ids=set(plan.finished),
+                finished_req_ids=self.finished_req_ids | set(plan.finished),
             )
+            self.finished_req_ids = set()
             if shape == "0.32":
                 output.preempted_req_ids = set(plan.preempt)
             for name, tokens in plan.tokens.items():
@@ -124,6 +126,7 @@ def scheduler_class(shape: str) -> type[Any]:
 
         def finish(self, name: str) -> None:
             self.running.remove(self.requests.pop(name))
+            self.finished_req_ids.add(name)
 
     vllm_plugin.wrap(Scheduler)
     return Scheduler
