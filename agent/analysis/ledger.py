@@ -51,6 +51,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     memory_ns: float | None = None
     """M."""
     memory_measured: bool = False
+    memory_excess_ns: float | None = None
+    """M - E summed over parts of the window that differ (steps, or decode and the rest), each clipped at 0;
+    None: of the window as a whole."""
+    padding_ns: float | None = None
+    """Estimate of the padding where no counter shows the pipe."""
+    split_rest: bool = False
+    """Whether what is left of the active time may be called latency on the work model's word."""
     communication_ns: float | None = None
     """N, a lower bound."""
     clock_ratio: float = 1.0
@@ -117,6 +124,9 @@ def _with_counter(
     tensor = None if evidence.tensor_ns is None else min(active, max(0.0, evidence.tensor_ns))
     useful_known = evidence.useful_ns is not None
     useful = min(active, max(0.0, evidence.useful_ns or 0.0))
+    if tensor is not None and tensor >= 0.5 * useful:
+        # Tokens are booked late: what the pipe did not do in this window it did in another.
+        useful = min(useful, tensor)
     executed = useful if tensor is None else max(tensor, useful)
     wanted: dict[str, float] = {}
     if useful_known:
@@ -130,17 +140,25 @@ def _with_counter(
     elif tensor is not None:
         # The pipe was busy, but whether with useful work nobody can say: the model's shape is unknown.
         wanted["unattributed"] = executed
+    if tensor is None and useful_known and evidence.padding_ns is not None:
+        padding = min(active - executed, max(0.0, evidence.padding_ns))
+        wanted["padding"] = padding
+        estimated.add("padding")
+        executed += padding
     rest = active - executed
     memory = None if evidence.memory_ns is None else min(rest, max(0.0, evidence.memory_ns - executed))
+    if evidence.memory_excess_ns is not None:
+        memory = min(rest, max(memory or 0.0, evidence.memory_excess_ns))
     if memory is not None:
         wanted["memory_bound"] = memory
         if not evidence.memory_measured:
             estimated.add("memory_bound")
-    if evidence.memory_measured and tensor is not None and memory is not None:
+    if memory is not None and ((evidence.memory_measured and tensor is not None) or evidence.split_rest):
         communication = min(rest - memory, evidence.communication_ns or 0.0)
         wanted["communication"] = communication
         wanted["latency"] = rest - memory - communication
-        estimated |= {"communication", "latency"} if communication else set()
+        if communication or evidence.split_rest:
+            estimated |= {"communication", "latency"}
     else:
         # What is neither computing nor moving bytes by the work model may be communication, latency or the
         # model's own error: no evidence splits it.

@@ -14,11 +14,13 @@ from gpuidle.agent.analysis.integers import clip_to
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause, ledger
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.stepwork import Steps, step_terms, steps_of, summed
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending, Settled
 from gpuidle.agent.analysis.windowwork import (
     REACHABLE_BANDWIDTH_RATIO,
+    DecodeStep,
     WindowWork,
-    decode_traffic,
+    decode_step,
     window_work,
 )
 from gpuidle.agent.model import EngineReading, GpuReading, Problem, Shares
@@ -42,6 +44,14 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepWindow | None
     work: WindowWork | None
     """Per GPU of the engine."""
+    priced: Steps | None
+    """Exact steps with their work."""
+    decode: DecodeStep | None
+    """A decode-only step of this window, on one GPU."""
+    lent: WindowWork | None
+    """Work booked in the next window, where this one computed prompts whose tokens come only then."""
+    gap_ns: float | None
+    """Inactive time a step while requests are running."""
     clues: Clues
     shares: Shares
 
@@ -101,11 +111,18 @@ def settle_engine(
     later_ns = window.end_ns - window_ns // 3
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
     pace_ns: float | None = None
+    decode: DecodeStep | None = None
     if sums is not None:
-        traffic = None if shape is None else decode_traffic(shape, sums, reading)
+        decode = None if shape is None else decode_step(shape, sums, reading)
+        traffic = None if decode is None else decode.bytes_moved
         if sums.moved:
             track.pace.learn(sums, following, float(window_ns) if busy_ns is None else busy_ns, traffic)
         pace_ns = track.pace.step_ns(sums, traffic)
+    if sums is not None and sums.always_running and busy_ns is not None and sums.counted_steps:
+        # The smallest that lasts: a window may also hold a spell without a request.
+        gap = max(0.0, window_ns - busy_ns) / sums.counted_steps
+        past = track.gap_ns
+        track.gap_ns = gap if past is None else past + (0.2 if gap < past else 0.01) * (gap - past)
     clues = Clues(
         window_ns=window_ns,
         busy_ns=busy_ns,
@@ -121,15 +138,29 @@ def settle_engine(
     else:
         shares = shares_from_sums(sums, clues)
     work = None if shape is None or sums is None else window_work(shape, sums, reading)
+    priced = None
+    if shape is not None and steps is not None:
+        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading)
+        if priced is not None and reading.parallelism.data == 1:
+            work = summed(priced, reading.parallelism.tensor)
     if work is not None:
         gpus = reading.parallelism.tensor * reading.parallelism.pipeline * reading.parallelism.data
         track.flops_total = (track.flops_total or 0.0) + work.flops * gpus
+    lent = None
+    if shape is not None and following is not None and sums is not None and priced is None:
+        begun = shares.prefill_ns + shares.mixed_ns
+        if begun and not sums.first_tokens and following.first_tokens:
+            lent = window_work(shape, following, reading)
     track.shares = shares
     return EngineWindow(
         reading=reading,
         sums=sums,
         steps=steps,
         work=work,
+        priced=priced,
+        decode=decode,
+        lent=lent,
+        gap_ns=track.gap_ns,
         clues=clues,
         shares=shares,
     )
@@ -141,8 +172,9 @@ def settle_gpu(
     """Book one window of one device; `engines` are those with a process on it."""
     reading = None if window.gpus is None else window.gpus.get(track.reading.hw_id)
     peaks = device_peaks(track.reading)
-    evidence = _evidence(window, reading, seen, engines, peaks)
+    evidence = _evidence(track, window, reading, seen, engines, peaks)
     booked = ledger(evidence)
+    _learn_decode(track, seen, engines)
     shares = _gpu_shares(evidence, engines)
     if engines and evidence.owner == "engine" and all(e.sums is None and e.steps is None for e in engines):
         shares = _fast_shares(track, window, peaks) or shares
@@ -191,6 +223,7 @@ def _idle_because(engines: Sequence[EngineWindow]) -> IdleBecause:
 
 
 def _evidence(
+    track: GpuTrack,
     window: Pending,
     reading: GpuReading | None,
     seen: Activity,
@@ -203,23 +236,117 @@ def _evidence(
         clock = seen.sm_clock_hz / peaks.sheet_clock_hz
     useful_s = _useful_s(engines, peaks)
     memory_ns, measured = _memory_ns(seen, engines, peaks)
-    gaps = [e.steps.gap_with_requests_ns for e in engines if e.steps is not None]
     because = _idle_because(engines)
+    useful_ns = None if useful_s is None else useful_s[1] * 1e9 / max(1.0, clock)
+    tensor_ns = None if seen.tensor_ns is None else seen.tensor_ns / TENSOR_CEILING_RATIO
+    if useful_ns is not None and tensor_ns is not None and (tensor_ns >= 0.5 * useful_ns or not useful_ns):
+        useful_ns = _pay(track, useful_ns, tensor_ns, seen, engines, peaks)
+    host_gap = _host_gap(window_ns, seen, engines)
+    one = engines[0] if len(engines) == 1 else None
+    excess, talk = _excess(track, seen, one, peaks)
     return Evidence(
         window_ns=window_ns,
         observed_ns=seen.observed_ns if seen.rung != "nvml" or reading is not None else 0,
         active_ns=seen.active_ns,
         active_measured=seen.active_measured,
-        tensor_ns=None if seen.tensor_ns is None else seen.tensor_ns / TENSOR_CEILING_RATIO,
-        useful_ns=None if useful_s is None else useful_s[1] * 1e9 / max(1.0, clock),
+        tensor_ns=tensor_ns,
+        useful_ns=useful_ns,
         memory_ns=memory_ns,
         memory_measured=measured,
+        memory_excess_ns=excess,
+        padding_ns=_padding(one, peaks),
+        split_rest=one is not None and one.work is not None and memory_ns is not None,
+        communication_ns=talk,
         clock_ratio=clock,
         throttle=_throttle(reading),
-        idle_because=because,
-        host_gap_ns=float(min(gaps)) if len(engines) == 1 and gaps and because != "host_gap" else None,
+        idle_because="no_request" if host_gap is not None else because,
+        host_gap_ns=host_gap,
         owner=_owner(reading, engines),
     )
+
+
+def _padding(engine: EngineWindow | None, peaks: DevicePeaks | None) -> float | None:
+    """Estimate the padding of the decode steps of a window, where no counter shows the pipe."""
+    if engine is None or engine.decode is None or peaks is None or not engine.clues.pace_ns:
+        return None
+    steps = engine.shares.decode_ns / engine.clues.pace_ns
+    return steps * engine.decode.pipe_s(peaks) * 1e9 * engine.decode.padding_ratio
+
+
+def _pay(
+    track: GpuTrack,
+    useful_ns: float,
+    tensor_ns: float,
+    seen: Activity,
+    engines: Sequence[EngineWindow],
+    peaks: DevicePeaks | None,
+) -> float:
+    """Return the useful time that the pipe had room for: tokens are booked late.
+
+    What is booked beyond it is owed to the next windows; what this window computed of prompts that end in
+    the next is taken from that.
+    """
+    owed = useful_ns + track.useful_debt_ns
+    lent_ns = 0.0
+    if len(engines) == 1 and engines[0].lent is not None and peaks is not None and seen.active_ns:
+        begun = engines[0].shares.prefill_ns + engines[0].shares.mixed_ns
+        lent_s = engines[0].lent.useful_s(peaks)
+        room = max(0.0, tensor_ns * min(1.0, begun / seen.active_ns) - owed)
+        lent_ns = min(room, (lent_s or 0.0) * 1e9)
+    paid = min(max(0.0, owed + lent_ns), tensor_ns)
+    track.useful_debt_ns = max(-1e9, min(owed - paid, 1e9))
+    return paid
+
+
+def _host_gap(window_ns: int, seen: Activity, engines: Sequence[EngineWindow]) -> float | None:
+    """Return the inactive time that the host took of a single engine's window; None: it cannot be told.
+
+    Exact steps tell; else each step takes what steps took while requests were running all the time.
+    """
+    if len(engines) != 1 or seen.active_ns is None:
+        return None
+    engine = engines[0]
+    if engine.steps is not None:
+        return float(engine.steps.gap_with_requests_ns)
+    sums = engine.sums
+    if sums is None or sums.reset or sums.counted_steps is None or engine.gap_ns is None:
+        return None
+    if not sums.moved:
+        return None if any(sums.running) or any(sums.waiting) else 0.0
+    inactive = max(0.0, window_ns - seen.active_ns)
+    usual = sums.counted_steps * engine.gap_ns
+    if sums.always_running and inactive <= 3 * usual:
+        return inactive
+    return min(inactive, usual)
+
+
+def _excess(
+    track: GpuTrack, seen: Activity, engine: EngineWindow | None, peaks: DevicePeaks | None
+) -> tuple[float | None, float | None]:
+    """Return what DRAM needs beyond the pipe's time, part by part of the window, and the time of messages."""
+    if engine is None or peaks is None:
+        return None, None
+    reachable = peaks.memory_bytes_per_s * REACHABLE_BANDWIDTH_RATIO
+    ranks = engine.reading.parallelism.tensor
+    if engine.priced is not None:
+        rows = [s for s in track.counters if s.rung == seen.rung]
+        terms = step_terms(engine.priced, rows, peaks, reachable, ranks)
+        if terms is not None:
+            return terms.memory_ns, terms.communication_ns
+    talk = None if engine.work is None else engine.work.collectives_ns
+    shares, clues = engine.shares, engine.clues
+    if seen.active_ns is None or engine.decode is None or not clues.pace_ns or engine.sums is None:
+        return None, talk
+    # Decode steps and the rest apart: their traffic is known, so is what the pipe does in decode alone.
+    decode_ns = float(shares.decode_ns)
+    steps = decode_ns / clues.pace_ns
+    memory = steps * engine.decode.bytes_moved / reachable * 1e9
+    pipe = steps * engine.decode.pipe_s(peaks) * 1e9
+    if track.decode_pipe_ratio is not None:
+        pipe = track.decode_pipe_ratio * decode_ns
+    if seen.dram_bytes is not None:
+        memory = min(memory, seen.dram_bytes / reachable * 1e9)
+    return min(decode_ns, max(0.0, memory - pipe)), talk
 
 
 def _useful_s(
@@ -284,6 +411,18 @@ def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
     # Several engines at work on one device: whose step it was, no slow counter can tell.
     sums = engines[0].sums if engines and not acting else None
     return shares_from_sums(sums, Clues(window_ns=window_ns, busy_ns=_known_active(evidence)))
+
+
+def _learn_decode(track: GpuTrack, seen: Activity, engines: Sequence[EngineWindow]) -> None:
+    """Learn what the tensor pipe does in decode, from windows that were decode alone."""
+    if len(engines) != 1 or not seen.active_ns or seen.tensor_ns is None:
+        return
+    shares = engines[0].shares
+    if shares.decode_ns < 0.9 * seen.active_ns or shares.prefill_high_ns:
+        return
+    ratio = seen.tensor_ns / seen.active_ns
+    past = track.decode_pipe_ratio
+    track.decode_pipe_ratio = ratio if past is None else past + 0.2 * (ratio - past)
 
 
 def _fast_shares(track: GpuTrack, window: Pending, peaks: DevicePeaks | None) -> Shares | None:

@@ -54,6 +54,10 @@ class GpuTrack:
     shares: Shares = NOTHING
     rung: Rung = "nvml"
     trailing: deque[Settled] = field(default_factory=deque)
+    useful_debt_ns: float = 0.0
+    """Useful time booked by tokens that the pipe had not room for in their windows."""
+    decode_pipe_ratio: float | None = None
+    """Tensor-active share of busy time in windows that were decode alone."""
     levels: Levels = field(default_factory=Levels)
     counters: deque[CounterSeries] = field(default_factory=deque)
 
@@ -75,6 +79,8 @@ class EngineTrack:
     prefix_last: tuple[int, int] | None = None
     steps: deque[StepSeries] = field(default_factory=deque)
     pace: DecodePace = field(default_factory=DecodePace)
+    gap_ns: float | None = None
+    """Inactive time a step while requests are running: what the host takes."""
     prompt_token_ns: float | None = None
     """Time of a prompt token in chunks that ran alone."""
     shares: Shares = NOTHING

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gpuidle.agent.analysis.collectives import collectives_ns
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import EngineReading
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
@@ -22,6 +23,10 @@ REACHABLE_BANDWIDTH_RATIO = 0.93
 Nsight traces of an H100, best copies 0.92-0.94). `calibrate` will replace it by this device's own."""
 
 
+TILE_ROWS = 64
+"""Rows of the tensor instruction on Hopper; where no counter shows the pipe, padding is estimated by it."""
+
+
 class WindowWork(msgspec.Struct, frozen=True, kw_only=True):
     """Work of one engine in one window on one of its GPUs."""
 
@@ -30,6 +35,8 @@ class WindowWork(msgspec.Struct, frozen=True, kw_only=True):
     flops_high: float
     bytes_moved: float | None
     """Weights once a step and the KV read; None where the steps are not known."""
+    collectives_ns: float = 0.0
+    """Time of the messages between the ranks."""
 
     @property
     def flops(self) -> float:
@@ -65,27 +72,49 @@ def window_steps(sums: Sums, reading: EngineReading) -> float | None:
     return float(max(sums.counted_steps, sums.counted_steps - (sums.first_tokens or 0) + chunks))
 
 
-def decode_traffic(shape: ModelShape, sums: Sums, reading: EngineReading) -> float:
-    """Return the bytes that a decode-only step of this window's batch and contexts moves on one GPU.
+class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode-only step of a window's batch and contexts, on one GPU."""
 
-    Where the KV cache's capacity is not known its contexts are left out.
-    """
+    bytes_moved: float
+    padded_flops: dict[str, float]
+    """By dtype, with the rows that fill up the tiles."""
+    padding_ratio: float
+    """Of the rows, those that fill up the tiles."""
+
+    def pipe_s(self, peaks: DevicePeaks) -> float:
+        """Return the seconds that the tensor pipe is busy; 0 where a dtype has no peak."""
+        try:
+            return sum(flops / peaks.rate(dtype) for dtype, flops in self.padded_flops.items() if flops)
+        except NoPeak:
+            return 0.0
+
+
+def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading) -> DecodeStep:
+    """Return a decode-only step of this window; without a known KV capacity its contexts are left out."""
     place = reading.parallelism
     ranks = max(1, place.data)
     running = max(1.0, mean_of(sums.running) / ranks)
-    capacity = reading.limits.kv_capacity_tokens or 0
-    done = work(
-        shape,
-        tensor_parallel=place.tensor,
-        pipeline_parallel=place.pipeline,
-        expert_parallel=place.expert,
-        data_parallel=ranks,
-        tokens=running,
-        logit_rows=running,
-        attention_pairs=0.0,
-        kv_read_tokens=capacity * mean_of(sums.kv_usage_ratio),
+    context = (reading.limits.kv_capacity_tokens or 0) * mean_of(sums.kv_usage_ratio)
+    rows = math.ceil(running / TILE_ROWS) * TILE_ROWS
+    moved, padded = (
+        work(
+            shape,
+            tensor_parallel=place.tensor,
+            pipeline_parallel=place.pipeline,
+            expert_parallel=place.expert,
+            data_parallel=ranks,
+            tokens=tokens,
+            logit_rows=tokens,
+            attention_pairs=context + running,
+            kv_read_tokens=context,
+        )
+        for tokens in (running, rows)
     )
-    return float(done.total_bytes)
+    return DecodeStep(
+        bytes_moved=float(moved.total_bytes),
+        padded_flops={dtype: float(flops) for dtype, flops in padded.flops.items()},
+        padding_ratio=1 - running / rows,
+    )
 
 
 def mean_of(values: Sequence[float | None]) -> float:
@@ -145,6 +174,7 @@ def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> Window
     if not sums.prefill_exact:
         least = 0.0
     return WindowWork(
+        collectives_ns=collectives_ns(float(done.collectives), float(done.collective_bytes), place.tensor),
         flops_by_dtype=flops,
         flops_low=least,
         flops_high=whole + (whole - least if context is not None or not decode else whole),

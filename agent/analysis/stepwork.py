@@ -1,0 +1,183 @@
+"""Exact steps, priced and held against counters: the ledger of each step, summed over a window.
+
+Where every step is known the terms need no means: a decode step beside a prefill is memory-bound though the
+window as a whole is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuidle.agent.analysis.collectives import collectives_ns
+from gpuidle.agent.analysis.windowwork import WindowWork
+from gpuidle.agent.model import RATIO_STEP, CounterSeries, EngineReading, StepSeries
+from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
+from gpuidle.agent.physics.roofline import compute_time_s
+from gpuidle.agent.physics.shapes import ModelShape
+from gpuidle.agent.physics.work import Work, work
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """Columns of the steps that touch a window, and how much of each lies in it."""
+
+    start: Any
+    end: Any
+    share: Any
+    """Part of the step inside the window, 0 to 1."""
+    decode_only: Any
+    work: Work
+
+
+def steps_of(
+    series: Sequence[StepSeries], start_ns: int, end_ns: int, shape: ModelShape, reading: EngineReading
+) -> Steps | None:
+    """Return the priced steps that touch [start_ns, end_ns); None unless every column needed is known."""
+    usable = [s for s in series if len(s) and s.end_ns[-1] > start_ns and s.start_ns[0] < end_ns]
+    if not usable or any(
+        not s.exact
+        or s.lost
+        or s.prefill_tokens is None
+        or s.decode_tokens is None
+        or s.kv_tokens is None
+        or s.sequences is None
+        for s in usable
+    ):
+        return None
+
+    def column(name: str) -> Ints:
+        found: Ints = np.concatenate([getattr(s, name) for s in usable])
+        return found
+
+    start, end = column("start_ns"), column("end_ns")
+    inside = np.maximum(0, np.minimum(end, end_ns) - np.maximum(start, start_ns))
+    keep = inside > 0
+    if not keep.any():
+        return None
+    start, end, inside = start[keep], end[keep], inside[keep]
+    prefill, decode = column("prefill_tokens")[keep], column("decode_tokens")[keep]
+    context, sequences = column("kv_tokens")[keep], column("sequences")[keep]
+    known = all(s.delivered_tokens is not None for s in usable)
+    prompts = np.maximum(sequences - decode, prefill > 0)
+    rows = np.minimum(column("delivered_tokens")[keep], prefill + decode) if known else decode + prompts
+    alone = prefill == 0
+    # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
+    # chunk reads the chunks before it, which filled their steps.
+    decoding = float(context[alone].sum()) / float(decode[alone].sum()) if alone.any() else math.inf
+    of_decodes = np.minimum(context, decode * decoding) if decoding < math.inf else context
+    before = np.minimum(_chunks_before(prefill, decode, reading), context - of_decodes)
+    chunk = np.divide(prefill, prompts, out=np.zeros(len(prefill)), where=prompts > 0)
+    pairs = np.where(
+        alone, context + decode, of_decodes + decode + prefill * (chunk + 1) / 2 + before * chunk
+    )
+    place = reading.parallelism
+    done = work(
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=max(1, place.data),
+        tokens=prefill + decode,
+        logit_rows=rows,
+        attention_pairs=pairs,
+        kv_read_tokens=context,
+    )
+    return Steps(start=start, end=end, share=inside / (end - start), decode_only=alone, work=done)
+
+
+def _chunks_before(prefill: Ints, decode: Ints, reading: EngineReading) -> Ints:
+    """Return the prompt tokens computed in the unbroken run of full steps before each step."""
+    budget = reading.limits.max_batched_tokens
+    if budget is None:
+        return np.zeros(len(prefill), dtype=np.int64)
+    full = prefill + decode >= 0.98 * budget
+    total = np.cumsum(prefill)
+    # The total at the last step that was not full; what came after it is the run.
+    broken = np.maximum.accumulate(np.where(full, 0, total))
+    run = np.where(full, total - broken, 0)
+    return np.concatenate(([0], run[:-1]))
+
+
+def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
+    """Return the window's work: each step by its part inside the window."""
+    flops = {dtype: float(np.sum(value * steps.share)) for dtype, value in steps.work.flops.items()}
+    whole = sum(flops.values())
+    messages = float(np.sum(np.asarray(steps.work.collectives) * steps.share))
+    payload = float(np.sum(np.asarray(steps.work.collective_bytes) * steps.share))
+    return WindowWork(
+        flops_by_dtype=flops,
+        flops_low=0.95 * whole,
+        flops_high=1.05 * whole,
+        bytes_moved=float(np.sum(np.asarray(steps.work.total_bytes) * steps.share)),
+        collectives_ns=collectives_ns(messages, payload, tensor_parallel),
+    )
+
+
+class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over the steps of a window, ns."""
+
+    memory_ns: float
+    """Of each step what DRAM needs beyond the tensor pipe's time."""
+    communication_ns: float
+
+
+def step_terms(
+    steps: Steps,
+    counters: Sequence[CounterSeries],
+    peaks: DevicePeaks,
+    reachable_bytes_per_s: float,
+    tensor_parallel: int,
+) -> StepTerms | None:
+    """Return the memory-bound and communication terms step by step; None without fast counters.
+
+    Samples are integrated over each step. They must be shorter than the steps: else a step's edge smears
+    into its neighbour, and the window's means are no worse.
+    """
+    rows = [s for s in counters if len(s)]
+    if not rows or any(
+        s.tensor_active is None or s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None
+        for s in rows
+    ):
+        return None
+    width = np.concatenate([s.width_ns for s in rows])
+    length = steps.end - steps.start
+    if float(np.median(width)) > 0.5 * float(np.median(length)):
+        return None
+    end = np.concatenate([s.end_ns for s in rows])
+    knots = np.append(end[0] - width[0], end)
+    tensor = np.concatenate([s.tensor_active for s in rows if s.tensor_active is not None])
+    moved = np.concatenate(
+        [
+            s.dram_read_bytes_per_s + s.dram_write_bytes_per_s
+            for s in rows
+            if s.dram_read_bytes_per_s is not None and s.dram_write_bytes_per_s is not None
+        ]
+    )
+    pipe = np.append(0.0, np.cumsum(tensor * (RATIO_STEP * width)))
+    bytes_ = np.append(0.0, np.cumsum(moved * width)) / 1e9
+    busy = np.interp(steps.end, knots, pipe) - np.interp(steps.start, knots, pipe)
+    memory = np.interp(steps.end, knots, bytes_) - np.interp(steps.start, knots, bytes_)
+    memory = memory / reachable_bytes_per_s * 1e9
+    try:
+        useful = np.asarray(compute_time_s(steps.work, peaks)) * 1e9
+    except NoPeak:
+        useful = np.zeros(len(length))
+    executed = np.minimum(length, np.maximum(busy, np.minimum(useful, 1.05 * busy)))
+    rest = length - executed
+    bound = np.minimum(rest, np.maximum(0.0, memory - executed))
+    talking = collectives_ns(1.0, 0.0, tensor_parallel) * np.asarray(steps.work.collectives)
+    talking = talking + (
+        collectives_ns(1.0, 1e9, tensor_parallel) - collectives_ns(1.0, 0.0, tensor_parallel)
+    ) * (np.asarray(steps.work.collective_bytes) / 1e9)
+    return StepTerms(
+        memory_ns=float(np.sum(bound * steps.share)),
+        communication_ns=float(np.sum(np.minimum(talking, rest - bound) * steps.share)),
+    )
