@@ -44,6 +44,14 @@ EXPORT CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
     return fault(__func__);
 }
 
+EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{
+    static int held;
+    (void)device;
+    *context = (CUcontext)&held;
+    return fault(__func__);
+}
+
 EXPORT CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
 {
     double capability = scenario_number("compute_capability", 9.0);

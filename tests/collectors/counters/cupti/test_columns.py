@@ -142,9 +142,10 @@ def test_a_ring_keeps_order_over_its_end_and_counts_what_it_lost() -> None:
 
     def write(first: int, count: int) -> None:
         words = memoryview(array("Q", range(first, first + count)))
-        single = memoryview(array("d", [float(each) for each in words]))
-        double = memoryview(array("d", [2.0 * each for each in words]))
-        writer.append(words, words, [single, double])
+        values = [
+            array("d", [factor * each for each in range(first, first + count)]) for factor in (1.0, 2.0)
+        ]
+        writer.append(words, words, [memoryview(each).cast("B").cast("d") for each in values])
 
     write(0, 600)
     taken, lost = reader.take(writer.head, ("a", "b"))
