@@ -19,7 +19,9 @@ from gpuidle.collectors.steps.metric_files import MetricFile, MetricFileError
 from gpuidle.collectors.steps.polling import POLL_HZ, Follower, Poller, series
 from gpuidle.collectors.steps.ring import RingError, RingReader
 
-_DISCOVERY_NS = 5_000_000_000
+_STARTING_NS = 5_000_000_000
+_SERVING_NS = 60_000_000_000
+"""How often the maps of an engine's processes are read: 2 ms a process; what is mapped comes at its start."""
 _HOLD_NS = 1_000_000_000
 """How long steps wait where later ones change them: late prompt tokens, a second source."""
 
@@ -28,7 +30,6 @@ _HOLD_NS = 1_000_000_000
 class _Sources:
     """What one engine is read through."""
 
-    pids: tuple[int, ...]
     rings: dict[tuple[int, int, int], RingReader] = field(default_factory=dict)
     refused: dict[tuple[int, int, int], Problem] = field(default_factory=dict)
     """Files that are not what they should be: said at each tick, opened no more."""
@@ -83,19 +84,20 @@ class StepsCollector:
         self._fpm_problems: dict[str, Problem] = {}
         self._poller = Poller(poll_hz)
         self._sources: dict[str, _Sources] = {}
+        self._seen: dict[str, tuple[tuple[int, ...], bool]] = {}
         self._next_discovery_ns = 0
         self._first_ns: int | None = None
 
     def read(self, now_ns: int) -> Reading:
-        """Return the steps since the last call; look for sources every 5 s, and when an engine changed."""
+        """Return the steps since the last call; look for sources now and then, and when an engine changed."""
         if self._first_ns is None:
             self._first_ns = now_ns
         engines = {engine.engine_id: engine for engine in self._engines()}
-        changed = {key: engine.pids for key, engine in engines.items()} != {
-            key: sources.pids for key, sources in self._sources.items()
-        }
-        if changed or now_ns >= self._next_discovery_ns:
-            self._next_discovery_ns = now_ns + _DISCOVERY_NS
+        seen = {key: (engine.pids, engine.state == "serving") for key, engine in engines.items()}
+        if seen != self._seen or now_ns >= self._next_discovery_ns:
+            self._seen = seen
+            waiting = any(not serving for _, serving in seen.values())
+            self._next_discovery_ns = now_ns + (_STARTING_NS if waiting else _SERVING_NS)
             self._discover(engines, now_ns)
         streams, problems = self._read_streams(engines)
         out: list[StepSeries] = []
@@ -105,6 +107,11 @@ class StepsCollector:
             made, remarks = _put_together(sources, read, now_ns - _HOLD_NS)
             out += made
             problems += [*sources.refused.values(), *remarks]
+            problems += [
+                say.plugin_stopped(engine_id, ring.header.version)
+                for ring in sources.rings.values()
+                if ring.stopped
+            ]
             problems += [say.several_front_ends(engine_id)] if sources.several_front_ends else []
         return Reading(steps=tuple(one for one in out if len(one) or one.lost), problems=tuple(problems))
 
@@ -128,8 +135,7 @@ class StepsCollector:
             dropped.append(gone.unfollow())
             gone.close()
         for engine_id, engine in engines.items():
-            sources = self._sources.setdefault(engine_id, _Sources(engine.pids))
-            sources.pids = engine.pids
+            sources = self._sources.setdefault(engine_id, _Sources())
             if engine.engine == "vllm":
                 found = find_files(self._proc, engine.pids)
                 self._open_rings(engine_id, sources, found)

@@ -11,6 +11,7 @@ from gpuidle.collectors.steps.mappings import MappedFile, mapped_files, open_map
 from gpuidle.collectors.steps.metric_files import NAME, MetricFile, MetricFileError
 
 _RING = re.compile(r"/gpuidle-\d+/steps-\d+-\d+-\d+\.ring$")
+_WANTED = re.compile(f"{_RING.pattern}|{NAME.pattern}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def find_files(proc: Path, pids: Sequence[int]) -> Found:
     hidden: list[int] = []
     for pid in pids:
         try:
-            files = mapped_files(proc, pid, lambda path: bool(_RING.search(path) or NAME.search(path)))
+            files = mapped_files(proc, pid, _WANTED, ends=(".ring", ".db"))
         except PermissionError:
             hidden.append(pid)
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +34,12 @@ class MappedFile:
         return (*self.device, self.inode)
 
 
-def mapped_files(proc: Path, pid: int, wanted: Callable[[str], bool]) -> tuple[MappedFile, ...]:
-    """Return the mapped files whose path is `wanted`, one for each inode.
+def mapped_files(
+    proc: Path, pid: int, wanted: re.Pattern[str], *, ends: tuple[str, ...]
+) -> tuple[MappedFile, ...]:
+    """Return the mapped files whose path matches `wanted`, one for each inode.
+
+    The maps of an engine are thousands of lines: they are taken apart only where one of `ends` occurs.
 
     Raises:
         OSError: the process is gone, or (PermissionError) of another user.
@@ -44,9 +47,11 @@ def mapped_files(proc: Path, pid: int, wanted: Callable[[str], bool]) -> tuple[M
     with (proc / str(pid) / "maps").open("rb") as file:
         text = file.read(_MAPS_LIMIT)
     found: dict[tuple[int, int, int], MappedFile] = {}
+    if not any(end.encode() in text for end in ends):
+        return ()
     for match in _LINE.finditer(text):
         path = os.fsdecode(match[5])
-        if wanted(path):
+        if wanted.search(path):
             one = MappedFile(
                 pid=pid,
                 path=path,

@@ -25,6 +25,16 @@ def bad_ring(engine_id: str, error: Exception) -> Problem:
     )
 
 
+def plugin_stopped(engine_id: str, version: str) -> Problem:
+    """Return the Problem of a plugin that gave up."""
+    return problem(
+        "plugin_stopped",
+        f"the plugin does not understand this engine (version {version or 'unknown'}) and records no steps",
+        "use a version of gpuidle that knows it, or vLLM's memory-mapped metrics (docs/steps.md)",
+        engine_id,
+    )
+
+
 def bad_metric_files(engine_id: str, why: str) -> Problem:
     """Return the Problem of metric files that are not what they should be."""
     return problem(

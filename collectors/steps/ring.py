@@ -104,6 +104,7 @@ class RingReader:
         young = since_ns is None or self.header.created_ns >= since_ns
         self._next = max(0, committed - self.header.capacity) if young else committed
         self._faults = 0 if young else self._faults
+        self._all_faults = self._faults
         self._last_end_ns = 0
 
     def close(self) -> None:
@@ -119,6 +120,11 @@ class RingReader:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the plugin gave up, as of the last reading: it does not understand this engine."""
+        return self._all_faults >= layout.MOST_FAULTS
+
     def records(self) -> Records:
         """Return what was written since the last call.
 
@@ -129,6 +135,8 @@ class RingReader:
         committed, faults = self._counters()
         if committed < self._next or faults < self._faults:
             raise RingError("the ring goes backwards: something else wrote to it")
+        if faults > 100 * layout.MOST_FAULTS:
+            raise RingError("the ring counts more faults than its writer would")
         capacity = self.header.capacity
         begin = max(self._next, committed - capacity)
         lost = begin - self._next + faults - self._faults
@@ -144,7 +152,7 @@ class RingReader:
         torn = committed - overtaken - len(rows)
         if torn and not rows and committed - begin == capacity:
             raise RingError("the ring announces records that it does not hold")
-        self._next, self._faults = committed, faults
+        self._next, self._faults, self._all_faults = committed, faults, faults
         flat = np.array(rows, dtype=np.int64).reshape(len(rows), len(layout.FIELDS))
         return Records(flat, lost + torn)
 

@@ -5,7 +5,7 @@ imports the standard library only, so that `pip install --no-deps gpuidle` into 
 enough. It also is the one place where the layout of the ring is laid down: the reader imports it.
 
 Rules, since it runs in somebody else's process: it never waits, it never raises into the engine, it keeps no
-reference to the engine's objects after a step, and after `_MOST_FAULTS` faults it writes nothing any more.
+reference to the engine's objects after a step, and after `MOST_FAULTS` faults it writes nothing any more.
 
 The ring is a file of `HEADER_BYTES` + capacity x `RECORD_BYTES`, all little-endian. The header's `committed`
 counts records ever written; record i lies in slot i mod capacity, holds i itself and ends in a checksum, so
@@ -69,7 +69,8 @@ checksum = hash
 """Of the tuple of a record's fields: CPython's, from 3.8 on the same on every 64-bit machine, and a third of
 the time of packing the fields and taking their CRC-32."""
 
-_MOST_FAULTS = 100
+MOST_FAULTS = 100
+"""Steps that could not be recorded, after which nothing is recorded any more."""
 _MOST_OPEN_STEPS = 64
 _LOGGER = logging.getLogger("gpuidle.steps")
 _RECORDER = "_gpuidle_steps"
@@ -165,15 +166,15 @@ class Ring:
         self._committed = index = index + 1
         self._words[COMMITTED_AT // 8] = index
 
-    def fault(self) -> None:
-        """Count a step that could not be recorded."""
-        self._faults += 1
+    def fault(self, steps: int = 1) -> None:
+        """Count steps that could not be recorded."""
+        self._faults += steps
         self._words[FAULTS_AT // 8] = self._faults
 
     @property
     def broken(self) -> bool:
         """Whether there were so many faults that it is better to stop."""
-        return self._faults >= _MOST_FAULTS
+        return self._faults >= MOST_FAULTS
 
     def close(self) -> None:
         """Remove the file's name; a reader that has it open still reads the end."""
@@ -217,8 +218,8 @@ class Recorder:
         if not total:
             return
         if len(self._open) >= _MOST_OPEN_STEPS:  # steps whose outcome never came
+            self.ring.fault(len(self._open))
             self._open.clear()
-            self.ring.fault()
         self._open[id(output)] = begun
 
     def _examine(self, scheduler: Any, output: Any, total: int, drafts: int) -> tuple[int, ...]:

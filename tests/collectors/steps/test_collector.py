@@ -227,6 +227,20 @@ def test_lost_steps_are_said(node: Node) -> None:
     assert node.problems == ["steps_lost"]
 
 
+def test_a_plugin_that_gave_up_is_said(node: Node) -> None:
+    process = node.start("one")
+    process.work(1)
+    node.read()
+    (ring,) = find_files(PROC, [process.pid]).rings
+    with Path(ring.path).open("r+b") as file:
+        file.seek(layout.FAULTS_AT)
+        file.write(layout.COUNTER.pack(layout.MOST_FAULTS))
+    node.read()
+    assert node.problems == ["steps_lost", "plugin_stopped"]
+    node.read()
+    assert node.problems == ["plugin_stopped"]
+
+
 def test_metric_files_of_one_front_end_give_steps(node: Node, tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     folder.mkdir()
@@ -283,7 +297,7 @@ def test_an_engine_whose_processes_are_gone_has_no_source_and_no_fault(node: Nod
 def test_a_process_that_may_not_be_looked_at_is_told_from_one_without_a_ring(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, ends: object) -> None:
         raise PermissionError
 
     node.serve("one", 1)

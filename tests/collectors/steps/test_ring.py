@@ -133,6 +133,17 @@ def test_steps_that_the_plugin_could_not_record_are_lost(ring: layout.Ring) -> N
     follower.close()
 
 
+def test_more_faults_than_a_writer_would_count_are_a_lie(ring: layout.Ring) -> None:
+    follower = reader(ring)
+    ring.fault(layout.MOST_FAULTS)
+    assert follower.records().lost == layout.MOST_FAULTS
+    assert follower.stopped
+    patch(ring, layout.FAULTS_AT, struct.pack("<Q", 1 << 60))
+    with pytest.raises(RingError):
+        follower.records()
+    follower.close()
+
+
 def test_an_old_ring_is_read_from_now_on_and_a_young_one_from_its_beginning(ring: layout.Ring) -> None:
     write(ring, 4)
     old, young = reader(ring, time.monotonic_ns()), reader(ring, 0)
