@@ -40,6 +40,7 @@ def command(ctx: click.Context, /, prometheus: str, as_json: bool, **live: Any) 
     Ends with 0 when all is as good as it gets here, with 1 when a right, a setting or a place keeps
     something better away, and with 2 when something is broken, or there is nothing to measure.
     """
+    del live["interval"]  # nothing is read again and again here
     checks = find(prometheus=prometheus, **live)
     code = exit_code(checks)
     if as_json:
@@ -56,7 +57,8 @@ def find(
     engine_urls: tuple[tuple[str | None, str], ...],
     discover: bool,
     proc: Path,
-    **_unused: object,
+    steps: bool = True,
+    steps_fpm: tuple[tuple[str | None, str], ...] = (),
 ) -> tuple[Check, ...]:
     """Look at this node and return all checks."""
     from gpuidle.collectors.checks.observe import Place, observe
@@ -71,6 +73,8 @@ def find(
         endpoints=tuple(NamedEndpoint(url=url, name=name) for name, url in engine_urls),
         discover=discover,
         dcgm_url=dcgm_url,
+        steps=steps,
+        fpm=tuple(name for name, _ in steps_fpm),
     )
     exports = () if prometheus == "none" else (prometheus_check(prometheus),)
     return (*checks_of(observe(place)), *exports)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from gpuidle.agent.model import Check, EngineReading, Problem
 from gpuidle.agent.physics.shapes import shape_from_config
 from gpuidle.collectors.checks.observe import Seen
+from gpuidle.collectors.steps.sources import SourceStatus
 
 _SETTINGS = (
     "foreign_network_namespace",
@@ -27,6 +28,7 @@ def engine_checks(seen: Seen) -> tuple[Check, ...]:
     for engine in seen.engines.engines:
         mine = [p for p in seen.engines.problems if p.subject == engine.engine_id]
         checks += _engine(engine, mine, seen.engines.texts)
+        checks += _steps(engine, [row for row in seen.steps if row.engine_id == engine.engine_id])
     for problem in seen.engines.problems:
         if problem.subject and problem.subject not in known:
             checks.append(_check("engine.endpoint", problem.subject, problem))
@@ -62,6 +64,24 @@ def _engine(
     used |= {problem.kind for problem in problems if engine.counters is None and problem.kind not in used}
     checks += [_check("engine.note", engine.engine_id, p) for p in problems if p.kind not in used]
     return tuple(check for check in checks if check is not None)
+
+
+def _steps(engine: EngineReading, sources: Sequence[SourceStatus]) -> tuple[Check, ...]:
+    """Return the best source of steps, and what a better one would need; `sources` are best first."""
+    if not sources:
+        return ()
+    works = next((row for row in sources if row.state == "works"), None)
+    better = sources[0] if works is None or not works.gives.startswith("every step") else None
+    found = "no steps" if works is None else f"{works.source}: {works.gives}"
+    return (
+        Check(
+            id="engine.steps",
+            subject=engine.engine_id,
+            status="ok" if better is None else "limited",
+            found=found,
+            remedy="" if better is None else f"{better.source}: {better.needs}",
+        ),
+    )
 
 
 def _process(engine: EngineReading, rights: Problem | None) -> Check:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpuidle.agent.model import GpuReading, Problem, Reading, Rung
+from gpuidle.agent.model import EngineReading, GpuReading, Problem, Reading, Rung
 from gpuidle.collectors.checks.rights import Rights, read_rights
 from gpuidle.collectors.counters.dcgm import DcgmRung
 from gpuidle.collectors.counters.dcgm_status import Standing
@@ -25,6 +25,7 @@ from gpuidle.collectors.counters.rung import CounterRung, RungReading, RungStatu
 from gpuidle.collectors.engines.collector import EnginesCollector
 from gpuidle.collectors.engines.rule import EngineKind
 from gpuidle.collectors.engines.track import NamedEndpoint
+from gpuidle.collectors.steps.sources import SourceStatus, step_sources
 
 DRIVER_S = 5.0
 """How long the driver may take to answer the first time: initialising it takes a second or two."""
@@ -56,6 +57,10 @@ class Place:
     endpoints: tuple[NamedEndpoint, ...] = ()
     discover: bool = True
     dcgm_url: str | None = None
+    steps: bool = True
+    """Whether sources of steps are looked for."""
+    fpm: tuple[str | None, ...] = ()
+    """Engines that an endpoint of ForwardPassMetrics was named for; None: the only one."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Seen:
     profiling_open: bool = False
     """Whether the driver lets every user profile (RmProfilingAdminOnly: 0)."""
     statuses: tuple[RungStatus, ...] = ()
+    steps: tuple[SourceStatus, ...] = ()
     dcgm: Standing = field(default_factory=Standing)
     dcgm_lag_ns: int | None = None
     clock_resolution_s: float = 0.0
@@ -106,6 +112,7 @@ def observe(place: Place) -> Seen:
         ),
         profiling_open=_profiling_open(place.proc),
         statuses=statuses,
+        steps=_steps(place, engines.engines),
         dcgm=dcgm.standing,
         dcgm_lag_ns=dcgm.lag_ns,
         clock_resolution_s=time.get_clock_info("monotonic").resolution,
@@ -237,6 +244,19 @@ def _read_engines(place: Place, devices: Sequence[GpuReading]) -> Reading:
         time.sleep(_ROUND_S)
     collector.close()
     return reading
+
+
+def _steps(place: Place, engines: Sequence[EngineReading]) -> tuple[SourceStatus, ...]:
+    if not place.steps:
+        return ()
+    only = engines[0].engine_id if len(engines) == 1 else None
+    named = [
+        engine.engine_id
+        for engine in engines
+        if {engine.engine_id, engine.model} & set(place.fpm) - {None}
+        or (None in place.fpm and engine.engine_id == only)
+    ]
+    return step_sources(engines, proc=place.proc, fpm=named)
 
 
 def _profiling_open(proc: Path) -> bool:

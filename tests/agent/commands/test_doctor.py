@@ -176,7 +176,8 @@ def test_a_healthy_node_is_all_ok_but_for_what_could_be_better(nvml_library: Pat
     exporter = DcgmExporter(DcgmScenario((Device(UUID_0, level),), interval_s=0.5))
     with FakeVllm(PAGE.read_text()).serving() as url, exporter.serving() as dcgm:
         node = healthy_node(tmp_path, url)
-        code, checks, _ = doctor("--dcgm-url", dcgm, env=environment(nvml_library, scenario), proc=node.root)
+        env = environment(nvml_library, scenario)
+        code, checks, _ = doctor("--dcgm-url", dcgm, "--no-steps", env=env, proc=node.root)
     (engine,) = {subject for name, subject in checks if name == "engine.process"}
     assert checks["engine.endpoint", engine].found == url
     assert checks["gpu.counters", UUID_0].status == "ok"
@@ -283,6 +284,7 @@ def test_what_an_engine_was_told_not_to_count_is_limited(tmp_path: Path) -> None
     assert "network namespace" in by_id["engine.endpoint"].found
     assert "--api-server-count 1" in by_id["engine.filter"].remedy
     assert "config.json" in by_id["engine.model-config"].remedy
+    assert "GPUIDLE_STEPS=1" in by_id["engine.steps"].remedy
     assert ids(checks, "broken") == set()
     assert code == 1
 

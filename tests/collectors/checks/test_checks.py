@@ -20,6 +20,7 @@ from gpuidle.collectors.checks.table import checks_of
 from gpuidle.collectors.counters.dcgm_page import read_page
 from gpuidle.collectors.counters.dcgm_status import Standing
 from gpuidle.collectors.counters.rung import RungState, RungStatus
+from gpuidle.collectors.steps.sources import step_sources
 
 UUID = "GPU-0"
 ROOT = Rights(0, frozenset({"CAP_SYS_PTRACE"}), HOST_PID, "0")
@@ -254,6 +255,28 @@ def test_a_silent_endpoint_is_broken_and_one_out_of_reach_is_limited(kind: str, 
     silent = EngineReading(engine_id="vllm-m-1", engine="vllm", state="unobserved", read_ns=0, root_pid=7)
     check = by_id(engines(problem(kind), engine=silent))["engine.endpoint"]
     assert (check.status, check.remedy) == (level, f"mend {kind}")
+
+
+@pytest.mark.parametrize(
+    ("working", "level", "words"),
+    [
+        ("plugin", "ok", "every step"),
+        ("fpm", "ok", "every step"),
+        ("mmap", "limited", "steps that gave a token"),
+        ("counters", "limited", "no steps"),
+    ],
+)
+def test_the_best_source_of_steps_is_told_and_what_a_better_one_needs(
+    tmp_path: Path, working: str, level: str, words: str
+) -> None:
+    rows = tuple(
+        replace(row, state="works" if row.source == working else "possible")
+        for row in step_sources([ENGINE], proc=tmp_path)
+    )
+    check = by_id(seen(engines=Reading(engines=(ENGINE,)), steps=rows))["engine.steps"]
+    assert check.status == level
+    assert words in check.found
+    assert ("GPUIDLE_STEPS=1" in check.remedy) == (level == "limited")
 
 
 def test_what_nobody_asked_about_is_told_as_a_note() -> None:
