@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,13 +21,18 @@ from gpuidle.agent.analysis.rates import Sums, sums_between
 from gpuidle.agent.analysis.settle import EngineWindow, holders, settle_engine, settle_gpu, sums_within
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Frame, Problem, Snapshot
-from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture, shape_from_config
+from gpuidle.agent.physics.served import served_shape
+from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture
 
 FORGET_NS = 600 * 10**9
 """A device or engine that has not been seen for ten minutes is gone; its totals begin anew if it returns."""
 
 MISSING_NS = 30 * 10**9
 """How long an engine that gives no reading is still taken to hold its devices."""
+
+
+_ShapeKey: TypeAlias = "tuple[str, str | None, str | None, str | None]"
+"""Key of the model's text, then how it is served: dtype, dtype of the cache, quantisation."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +57,7 @@ class Analyzer:
         self._pending: deque[Pending] = deque()
         self._gpus: dict[str, GpuTrack] = {}
         self._engines: dict[str, EngineTrack] = {}
-        self._shapes: dict[str, ModelShape | Problem] = {}
+        self._shapes: dict[_ShapeKey, ModelShape | Problem] = {}
 
     def feed(self, snapshot: Snapshot) -> Frame:
         """Take the next Snapshot and return its Frame."""
@@ -120,24 +126,30 @@ class Analyzer:
         return problems
 
     def _shape(self, reading: EngineReading, texts: Mapping[str, str]) -> ModelShape | Problem | None:
-        """Return the model's shape, read once per text; a Problem where it cannot be told."""
-        key = reading.model_text
+        """Return the model's shape as it is served, read once; a Problem where it cannot be told."""
+        key, limits = _shape_key(reading), reading.limits
         if key is None:
             return None
         if key not in self._shapes:
-            text = texts.get(key)
+            text = texts.get(key[0])
             if text is None:
                 return None
             try:
-                self._shapes[key] = shape_from_config(json.loads(text))
+                self._shapes[key] = served_shape(
+                    json.loads(text),
+                    dtype=limits.dtype,
+                    kv_dtype=limits.kv_dtype,
+                    quantization=limits.quantization,
+                )
             except UnknownArchitecture as error:
                 self._shapes[key] = _no_shape(reading, str(error))
             except (ValueError, TypeError, KeyError) as error:
-                self._shapes[key] = _no_shape(reading, f"model configuration of {key}: {error}")
+                self._shapes[key] = _no_shape(reading, f"model configuration of {key[0]}: {error}")
         return self._shapes[key]
 
     def _known_shape(self, reading: EngineReading) -> ModelShape | None:
-        shape = self._shapes.get(reading.model_text or "")
+        key = _shape_key(reading)
+        shape = None if key is None else self._shapes.get(key)
         return shape if isinstance(shape, ModelShape) else None
 
     def _ready(self, window: Pending, now_ns: int) -> bool:
@@ -203,7 +215,7 @@ class Analyzer:
         limit_ns = now_ns - FORGET_NS
         self._gpus = {key: track for key, track in self._gpus.items() if track.last_seen_ns > limit_ns}
         self._engines = {key: t for key, t in self._engines.items() if t.last_seen_ns > limit_ns}
-        used = {track.reading.model_text for track in self._engines.values()}
+        used = {_shape_key(track.reading) for track in self._engines.values()}
         self._shapes = {key: shape for key, shape in self._shapes.items() if key in used}
 
     def _frame(self, snapshot: Snapshot, before: Snapshot | None, problems: list[Problem]) -> Frame:
@@ -288,6 +300,13 @@ def _count_prefix(track: EngineTrack, reading: EngineReading, trailing_ns: int) 
         track.prefix.append((reading.read_ns, now[0] - past[0], now[1] - past[1]))
     while track.prefix and track.prefix[0][0] <= reading.read_ns - trailing_ns:
         track.prefix.popleft()
+
+
+def _shape_key(reading: EngineReading) -> _ShapeKey | None:
+    limits = reading.limits
+    if reading.model_text is None:
+        return None
+    return reading.model_text, limits.dtype, limits.kv_dtype, limits.quantization
 
 
 def _no_shape(reading: EngineReading, message: str) -> Problem:

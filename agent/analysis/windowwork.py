@@ -154,6 +154,7 @@ def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> Window
         tokens=(prefill + decode) / ranks,
         logit_rows=(sums.generated_tokens or 0) / ranks,
         attention_pairs=pairs,
+        decode_pairs=decode_pairs / ranks,
         kv_read_tokens=kv_tokens or 0.0,
         steps=(steps or 0.0) / ranks,
     )
