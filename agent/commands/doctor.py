@@ -40,8 +40,15 @@ def command(ctx: click.Context, /, prometheus: str, as_json: bool, **live: Any) 
     Ends with 0 when all is as good as it gets here, with 1 when a right, a setting or a place keeps
     something better away, and with 2 when something is broken, or there is nothing to measure.
     """
-    del live["interval"]  # nothing is read again and again here
-    checks = find(prometheus=prometheus, **live)
+    checks = find(
+        dcgm_url=live["dcgm_url"],
+        prometheus=prometheus,
+        engine_urls=live["engine_urls"],
+        discover=live["discover"],
+        proc=live["proc"],
+        steps=live["steps"],
+        steps_fpm=live["steps_fpm"],
+    )
     code = exit_code(checks)
     if as_json:
         click.echo(to_json(checks))

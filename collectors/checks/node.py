@@ -81,7 +81,8 @@ def _pid_namespace(seen: Seen) -> Check:
             found="a PID namespace of its own: engines outside it are not seen",
             remedy=_PID_REMEDY if seen.devices else "",
         )
-    return Check(id="node.pid-namespace", status="ok", found="the host's")
+    found = "its own, with the host's /proc" if rights.outer_proc else "the host's"
+    return Check(id="node.pid-namespace", status="ok", found=found)
 
 
 def _proc(seen: Seen) -> tuple[Check, ...]:

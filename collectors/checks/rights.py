@@ -24,11 +24,14 @@ class Rights:
     """Such as "pid:[4026531836]"."""
     hidepid: str | None
     """The value of /proc's mount option: "0", "1", "2", "invisible", ..."""
+    outer_proc: bool = False
+    """Whether /proc is of a namespace around ours, such as the host's that is mounted into a container."""
 
     @property
     def contained(self) -> bool:
-        """Whether this process is in a PID namespace of its own."""
-        return self.pid_namespace is not None and self.pid_namespace != INITIAL_PID_NAMESPACE
+        """Whether this process, and what its /proc shows, is in a PID namespace of its own."""
+        own = self.pid_namespace is not None and self.pid_namespace != INITIAL_PID_NAMESPACE
+        return own and not self.outer_proc
 
     def has(self, capability: str) -> bool:
         """Return whether a capability is in effect."""
@@ -41,11 +44,13 @@ def read_rights(proc: Path) -> Rights:
         namespace: str | None = str((proc / "self" / "ns" / "pid").readlink())
     except OSError:
         namespace = None
+    status = _text(proc / "self" / "status")
     return Rights(
         uid=os.geteuid(),
-        capabilities=_capabilities(_text(proc / "self" / "status")),
+        capabilities=_capabilities(status),
         pid_namespace=namespace,
         hidepid=_hidepid(_text(proc / "self" / "mountinfo"), str(proc)),
+        outer_proc=_count_pids(status) > 1,
     )
 
 
@@ -66,6 +71,12 @@ def _capabilities(status: str | None) -> frozenset[str] | None:
                 return None
             return frozenset(name for name, bit in _BITS.items() if mask >> bit & 1)
     return None
+
+
+def _count_pids(status: str | None) -> int:
+    """Return in how many namespaces this process has a PID, from that of the /proc inwards."""
+    lines = (status or "").splitlines()
+    return next((len(line.split()) - 1 for line in lines if line.startswith("NSpid:")), 0)
 
 
 def _hidepid(mountinfo: str | None, mount: str) -> str | None:

@@ -309,6 +309,18 @@ def test_rights_are_read_from_proc(tmp_path: Path) -> None:
     assert not rights.contained
 
 
+@pytest.mark.parametrize(
+    ("pids", "level", "words"),
+    [("7", "limited", "a PID namespace of its own"), ("4242\t7", "ok", "with the host's /proc")],
+)
+def test_in_a_container_the_hosts_proc_is_enough(tmp_path: Path, pids: str, level: str, words: str) -> None:
+    ProcTree(tmp_path, own_pid="pid:[4026532178]")
+    (tmp_path / "self/status").write_text(f"Name:\tx\nNSpid:\t{pids}\n")
+    check = by_id(seen(rights=read_rights(tmp_path)))["node.pid-namespace"]
+    assert check.status == level
+    assert words in check.found
+
+
 def test_rights_of_a_proc_that_tells_nothing(tmp_path: Path) -> None:
     rights = read_rights(tmp_path)
     assert (rights.capabilities, rights.pid_namespace, rights.hidepid) == (None, None, None)
