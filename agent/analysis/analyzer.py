@@ -31,6 +31,9 @@ MISSING_NS = 30 * 10**9
 """How long an engine that gives no reading is still taken to hold its devices."""
 
 
+SELDOM_NS = 30 * 10**9
+"""A window waits no longer than this, however seldom its engine tells."""
+
 _ShapeKey: TypeAlias = "tuple[str, str | None, str | None, str | None]"
 """Key of the model's text, then how it is served: dtype, dtype of the cache, quantisation."""
 
@@ -109,6 +112,7 @@ class Analyzer:
             track.counted, track.last_sums = reading, sums
             _count_prefix(track, reading, self._settings.trailing_ns)
             if sums is not None:
+                track.cadence_ns = sums.window_ns
                 _add_tokens(track, sums)
                 given, prompt_ns = give_back([*track.sums, sums], reading.limits.max_batched_tokens)
                 track.sums = deque(given)
@@ -153,12 +157,16 @@ class Analyzer:
         return shape if isinstance(shape, ModelShape) else None
 
     def _ready(self, window: Pending, now_ns: int) -> bool:
-        """Whether a window has waited long enough; up to three times that for an engine slow to answer."""
+        """Whether a window has waited long enough: longer for an engine that is slow, or told seldom."""
         age_ns = now_ns - window.end_ns
         if age_ns < self._settings.settle_ns:
             return False
+        seldom_ns = max(
+            (self._engines[k].cadence_ns for k in window.engines if k in self._engines), default=0
+        )
+        patience_ns = max(3 * self._settings.settle_ns, min(2 * seldom_ns, SELDOM_NS))
         covered_ns = window.end_ns - (window.end_ns - window.start_ns) // 3
-        return age_ns >= 3 * self._settings.settle_ns or all(
+        return age_ns >= patience_ns or all(
             track.counted is None or max(r.read_ns for r in track.counted.counters or ()) >= covered_ns
             for key in window.engines
             if (track := self._engines.get(key)) is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gpuidle.agent.analysis.fastphase import Levels
 from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.reclaim import Known
 from gpuidle.agent.model import (
     CAUSES,
     PHASES,
@@ -58,6 +59,8 @@ class GpuTrack:
     """Useful time booked by tokens that the pipe had not room for in their windows."""
     decode_pipe_ratio: float | None = None
     """Tensor-active share of busy time in windows that were decode alone."""
+    reclaimable_total_ns: int | None = None
+    gains: Known = field(default_factory=dict)
     levels: Levels = field(default_factory=Levels)
     counters: deque[CounterSeries] = field(default_factory=deque)
 
@@ -72,6 +75,8 @@ class EngineTrack:
     counted: EngineReading | None = None
     """The last one with counters."""
     last_sums: Sums | None = None
+    cadence_ns: int = 0
+    """Time between its last two readings with counters: ten ticks where only the whole page is given."""
     sums: deque[Sums] = field(default_factory=deque)
     """Windows that are not settled yet, late prompts given back."""
     prefix: deque[tuple[int, int, int]] = field(default_factory=deque)

@@ -147,6 +147,21 @@ def test_an_engine_that_misses_a_scrape_does_not_make_its_gpu_foreign() -> None:
     assert totals["unattributed"] > 7 * SECOND
 
 
+def test_an_engine_that_tells_every_ten_seconds_is_waited_for() -> None:
+    def at(t: int) -> Snapshot:
+        row = counters(t, generated_tokens=100 * t, counted_steps=50 * t, requests_running=2)
+        told = (row,) if t % 10 == 0 else ()
+        return snapshot(t, gpus=(gpu(t, 0.9),), engines=(engine(t, *told),))
+
+    frames = feed([at(t) for t in range(60)])
+    later = {
+        cause: value - frames[29].gpus[0].causes_total_ns[cause]
+        for cause, value in frames[-1].gpus[0].causes_total_ns.items()
+    }
+    assert later["unobserved"] == 0
+    assert sum(later.values()) >= 20 * SECOND
+
+
 def test_a_process_that_no_engine_claims_is_foreign() -> None:
     frames = feed([snapshot(t, gpus=(gpu(t, 0.9),)) for t in range(6)])
     assert frames[-1].gpus[0].causes_ns["foreign"] == SECOND
