@@ -13,21 +13,20 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import gpuidle
-from gpuidle.agent.model import Frame, Node
+from gpuidle.agent.model import Frame
 from gpuidle.agent.ports import Telemetry
 from gpuidle.exporters.agent_self import SelfMeter
 from gpuidle.exporters.catalogue import agent_points
 from gpuidle.exporters.latest import Latest, frame_points
+from gpuidle.exporters.otlp_resource import resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricsData
@@ -246,36 +245,6 @@ def _shown(endpoint: str | None) -> str:
     )
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def resource_of(node: Node) -> Resource:
-    """Return who sends: this node and this program, unless OTEL_RESOURCE_ATTRIBUTES say otherwise."""
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-
-    host_id = _machine_id() if node.hostname == socket.gethostname() else None
-    ours: dict[str, str | bool] = {
-        "service.name": "gpuidle",
-        "service.version": gpuidle.__version__,
-        "service.instance.id": host_id or node.hostname,
-        "host.name": node.hostname,
-    }
-    if host_id:
-        ours["host.id"] = host_id
-    if node.simulated:
-        ours["gpuidle.simulated"] = True
-    told = OTELResourceDetector().detect().attributes
-    return Resource.create({name: value for name, value in ours.items() if name not in told})
-
-
-def _machine_id() -> str | None:
-    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if text:
-            return text
-    return None
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def fleet() -> Board:
         table(
             "Blind GPUs",
             "Share of the time that nobody could attribute; gpuidle doctor on the node says why.",
-            f"gpu:gpuidle_blind:rate5m{{{of}}}",
+            f"gpu:gpuidle_blind:ratio_rate5m{{{of}}}",
             "percentunit",
             "blind",
         ),
@@ -241,7 +241,7 @@ def node() -> Board:
         series(
             "Idle compute by GPU",
             IDLE,
-            [(f"gpu:gpuidle_idle:rate5m{{{of}}}", "{{hw_id}}")],
+            [(f"gpu:gpuidle_idle:ratio_rate5m{{{of}}}", "{{hw_id}}")],
             "percentunit",
             highest=1,
         ),

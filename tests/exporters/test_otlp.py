@@ -19,6 +19,7 @@ from gpuidle.agent.model import Node
 from gpuidle.exporters import otlp
 from gpuidle.exporters.naming import Kind, label_name, prometheus_name
 from gpuidle.exporters.otlp import OtlpConfigError, OtlpExporter
+from gpuidle.exporters.otlp_resource import resource_of
 from gpuidle.exporters.prometheus import PrometheusExporter
 
 SOON_S = 0.05
@@ -159,11 +160,11 @@ def test_the_environment_names_the_collector_and_the_sender(
 
 
 def test_without_an_environment_the_node_and_the_program_are_named() -> None:
-    told = otlp.resource_of(Node(hostname="node-a")).attributes
+    told = resource_of(Node(hostname="node-a")).attributes
     assert told["service.name"] == "gpuidle"
     assert told["service.instance.id"] == told["host.name"] == "node-a"
     assert "gpuidle.simulated" not in told
-    assert otlp.resource_of(Node(hostname="demo", simulated=True)).attributes["gpuidle.simulated"] is True
+    assert resource_of(Node(hostname="demo", simulated=True)).attributes["gpuidle.simulated"] is True
 
 
 @pytest.mark.parametrize(
