@@ -38,6 +38,10 @@ _ShapeKey: TypeAlias = "tuple[str, str | None, str | None, str | None]"
 """Key of the model's text, then how it is served: dtype, dtype of the cache, quantisation."""
 
 
+LONGEST_SAMPLE_NS = 90 * 10**9
+"""The longest that a window waits for a slow counter's sample (an exporter of DCGM gives one in 30 s)."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the analysis is told by configuration."""
 
@@ -80,7 +84,10 @@ class Analyzer:
                 track.reading, track.last_seen_ns = reading, now_ns
         for series in snapshot.counters:
             if series.hw_id in self._gpus and len(series):
-                self._gpus[series.hw_id].counters.append(series)
+                track = self._gpus[series.hw_id]
+                track.counters.append(series)
+                track.counted_ns = max(track.counted_ns or 0, int(series.end_ns[-1]))
+                track.sample_ns = int(series.width_ns[-1])
         for engine in snapshot.engines:
             problems += self._read_engine(engine, snapshot)
         for steps in snapshot.steps:
@@ -165,12 +172,21 @@ class Analyzer:
             (self._engines[k].cadence_ns for k in window.engines if k in self._engines), default=0
         )
         patience_ns = max(3 * self._settings.settle_ns, min(2 * seldom_ns, SELDOM_NS))
+        if any(self._awaits_counter(track, window, now_ns) for track in self._gpus.values()):
+            return False
         covered_ns = window.end_ns - (window.end_ns - window.start_ns) // 3
         return age_ns >= patience_ns or all(
             track.counted is None or max(r.read_ns for r in track.counted.counters or ()) >= covered_ns
             for key in window.engines
             if (track := self._engines.get(key)) is not None
         )
+
+    def _awaits_counter(self, track: GpuTrack, window: Pending, now_ns: int) -> bool:
+        """Whether a sample that covers the window is still to come from a counter that lives."""
+        if track.counted_ns is None or track.counted_ns >= window.end_ns:
+            return False
+        alive = now_ns - track.counted_ns <= min(LONGEST_SAMPLE_NS, 3 * track.sample_ns)
+        return alive and window.end_ns - track.counted_ns <= 2 * track.sample_ns
 
     def _settle(self, window: Pending) -> list[Problem]:
         problems: list[Problem] = []

@@ -51,6 +51,7 @@ def gpu_frame(
         causes_total_ns=dict(track.causes_total_ns),
         phases=track.shares,
         phases_total_ns=dict(track.phases_total_ns),
+        reclaimable_total_ns=track.reclaimable_total_ns,
         idle=_idle(trailing, rung),
         tensor_active=_ratio(trailing, "tensor_cycles_ns", rung),
         sm_active=_ratio(trailing, "sm_ns", rung),

@@ -14,6 +14,7 @@ from gpuidle.agent.analysis.integers import clip_to
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause, ledger
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.reclaim import reclaimable_ns
 from gpuidle.agent.analysis.stepwork import Steps, step_terms, steps_of, summed
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending, Settled
 from gpuidle.agent.analysis.windowwork import (
@@ -44,6 +45,7 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepWindow | None
     work: WindowWork | None
     """Per GPU of the engine."""
+    shape: ModelShape | None
     priced: Steps | None
     """Exact steps with their work."""
     decode: DecodeStep | None
@@ -110,9 +112,12 @@ def settle_engine(
     window_ns = window.end_ns - window.start_ns
     later_ns = window.end_ns - window_ns // 3
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
+    priced = None
+    if shape is not None and steps is not None and reading.parallelism.data == 1:
+        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading)
     pace_ns: float | None = None
     decode: DecodeStep | None = None
-    if sums is not None:
+    if sums is not None and priced is None:
         decode = None if shape is None else decode_step(shape, sums, reading)
         traffic = None if decode is None else decode.bytes_moved
         if sums.moved:
@@ -137,12 +142,11 @@ def settle_engine(
             track.steps_total[phase] = track.steps_total.get(phase, 0) + count
     else:
         shares = shares_from_sums(sums, clues)
-    work = None if shape is None or sums is None else window_work(shape, sums, reading)
-    priced = None
-    if shape is not None and steps is not None:
-        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading)
-        if priced is not None and reading.parallelism.data == 1:
-            work = summed(priced, reading.parallelism.tensor)
+    work: WindowWork | None = None
+    if priced is not None:
+        work = summed(priced, reading.parallelism.tensor)
+    elif shape is not None and sums is not None:
+        work = window_work(shape, sums, reading)
     if work is not None:
         gpus = reading.parallelism.tensor * reading.parallelism.pipeline * reading.parallelism.data
         track.flops_total = (track.flops_total or 0.0) + work.flops * gpus
@@ -157,6 +161,7 @@ def settle_engine(
         sums=sums,
         steps=steps,
         work=work,
+        shape=shape,
         priced=priced,
         decode=decode,
         lent=lent,
@@ -184,6 +189,7 @@ def settle_gpu(
         track.causes_total_ns[cause] += value
     for phase in track.phases_total_ns:
         track.phases_total_ns[phase] += getattr(shares, f"{phase}_ns")
+    _reclaim(track, seen, engines, peaks)
     track.trailing.append(_settled(window, evidence, seen, engines, peaks))
     while track.trailing and track.trailing[0].end_ns <= window.end_ns - trailing_ns:
         track.trailing.popleft()
@@ -331,8 +337,7 @@ def _excess(
     if engine.priced is not None:
         rows = [s for s in track.counters if s.rung == seen.rung]
         terms = step_terms(engine.priced, rows, peaks, reachable, ranks)
-        if terms is not None:
-            return terms.memory_ns, terms.communication_ns
+        return terms.memory_ns, terms.communication_ns
     talk = None if engine.work is None else engine.work.collectives_ns
     shares, clues = engine.shares, engine.clues
     if seen.active_ns is None or engine.decode is None or not clues.pace_ns or engine.sums is None:
@@ -411,6 +416,27 @@ def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
     # Several engines at work on one device: whose step it was, no slow counter can tell.
     sums = engines[0].sums if engines and not acting else None
     return shares_from_sums(sums, Clues(window_ns=window_ns, busy_ns=_known_active(evidence)))
+
+
+def _reclaim(
+    track: GpuTrack, seen: Activity, engines: Sequence[EngineWindow], peaks: DevicePeaks | None
+) -> None:
+    """Add what more rows a step could have used of the window just booked."""
+    one = engines[0] if len(engines) == 1 else None
+    if one is None or one.shape is None or one.sums is None or peaks is None:
+        return
+    ns = reclaimable_ns(
+        track.gains,
+        one.shape,
+        peaks,
+        one.reading,
+        one.sums,
+        track.shares.decode_ns,
+        seen.active_ns or 0.0,
+        track.causes_ns["memory_bound"] + track.causes_ns["padding"],
+    )
+    if ns is not None:
+        track.reclaimable_total_ns = (track.reclaimable_total_ns or 0) + ns
 
 
 def _learn_decode(track: GpuTrack, seen: Activity, engines: Sequence[EngineWindow]) -> None:

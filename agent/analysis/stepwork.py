@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.collectives import collectives_ns
-from gpuidle.agent.analysis.windowwork import WindowWork
+from gpuidle.agent.analysis.windowwork import TILE_ROWS, WindowWork
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, EngineReading, StepSeries
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.roofline import compute_time_s
@@ -33,7 +33,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     end: Any
     share: Any
     """Part of the step inside the window, 0 to 1."""
-    decode_only: Any
+    padded: Any
+    """Rows with those that fill up the tiles over those without."""
     work: Work
 
 
@@ -78,6 +79,8 @@ def steps_of(
     pairs = np.where(
         alone, context + decode, of_decodes + decode + prefill * (chunk + 1) / 2 + before * chunk
     )
+    tokens = prefill + decode
+    padded = -(-tokens // TILE_ROWS) * TILE_ROWS / np.maximum(tokens, 1)
     place = reading.parallelism
     done = work(
         shape,
@@ -85,12 +88,12 @@ def steps_of(
         pipeline_parallel=place.pipeline,
         expert_parallel=place.expert,
         data_parallel=max(1, place.data),
-        tokens=prefill + decode,
+        tokens=tokens,
         logit_rows=rows,
         attention_pairs=pairs,
         kv_read_tokens=context,
     )
-    return Steps(start=start, end=end, share=inside / (end - start), decode_only=alone, work=done)
+    return Steps(start=start, end=end, share=inside / (end - start), padded=padded, work=done)
 
 
 def _chunks_before(prefill: Ints, decode: Ints, reading: EngineReading) -> Ints:
@@ -121,6 +124,33 @@ def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
     )
 
 
+def _integrals(steps: Steps, counters: Sequence[CounterSeries]) -> tuple[Floats, Floats] | None:
+    """Return the pipe's busy ns and DRAM's bytes of each step; None without samples that are short enough."""
+    rows = [s for s in counters if len(s)]
+    if not rows or 2 * int(rows[0].width_ns[0]) > float(np.mean(steps.end - steps.start)):
+        return None
+    if any(
+        s.tensor_active is None or s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None
+        for s in rows
+    ):
+        return None
+
+    def column(name: str) -> Any:
+        return np.concatenate([getattr(s, name) for s in rows])
+
+    width, end = column("width_ns"), column("end_ns")
+    knots = np.append(end[0] - width[0], end)
+    pipe = np.append(0.0, np.cumsum(column("tensor_active") * (RATIO_STEP * width)))
+    moved = column("dram_read_bytes_per_s") + column("dram_write_bytes_per_s")
+    bytes_ = np.append(0.0, np.cumsum(moved * (width / 1e9)))
+    edges = np.stack([steps.start, steps.end])
+    busy, read = (
+        np.diff(np.interp(edges, knots, pipe), axis=0),
+        np.diff(np.interp(edges, knots, bytes_), axis=0),
+    )
+    return busy[0], read[0]
+
+
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over the steps of a window, ns."""
 
@@ -135,41 +165,24 @@ def step_terms(
     peaks: DevicePeaks,
     reachable_bytes_per_s: float,
     tensor_parallel: int,
-) -> StepTerms | None:
-    """Return the memory-bound and communication terms step by step; None without fast counters.
+) -> StepTerms:
+    """Return the memory-bound and communication terms step by step.
 
-    Samples are integrated over each step. They must be shorter than the steps: else a step's edge smears
-    into its neighbour, and the window's means are no worse.
+    Samples are integrated over each step. Where they are not shorter than the steps a step's edge would
+    smear into its neighbour: then the work model stands for the counters, with rows that fill up tiles.
     """
-    rows = [s for s in counters if len(s)]
-    if not rows or any(
-        s.tensor_active is None or s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None
-        for s in rows
-    ):
-        return None
-    width = np.concatenate([s.width_ns for s in rows])
     length = steps.end - steps.start
-    if float(np.median(width)) > 0.5 * float(np.median(length)):
-        return None
-    end = np.concatenate([s.end_ns for s in rows])
-    knots = np.append(end[0] - width[0], end)
-    tensor = np.concatenate([s.tensor_active for s in rows if s.tensor_active is not None])
-    moved = np.concatenate(
-        [
-            s.dram_read_bytes_per_s + s.dram_write_bytes_per_s
-            for s in rows
-            if s.dram_read_bytes_per_s is not None and s.dram_write_bytes_per_s is not None
-        ]
-    )
-    pipe = np.append(0.0, np.cumsum(tensor * (RATIO_STEP * width)))
-    bytes_ = np.append(0.0, np.cumsum(moved * width)) / 1e9
-    busy = np.interp(steps.end, knots, pipe) - np.interp(steps.start, knots, pipe)
-    memory = np.interp(steps.end, knots, bytes_) - np.interp(steps.start, knots, bytes_)
-    memory = memory / reachable_bytes_per_s * 1e9
     try:
         useful = np.asarray(compute_time_s(steps.work, peaks)) * 1e9
     except NoPeak:
         useful = np.zeros(len(length))
+    seen = _integrals(steps, counters)
+    if seen is None:
+        busy = useful * steps.padded
+        memory = np.asarray(steps.work.total_bytes) / reachable_bytes_per_s * 1e9
+    else:
+        busy, moved = seen
+        memory = moved / reachable_bytes_per_s * 1e9
     executed = np.minimum(length, np.maximum(busy, np.minimum(useful, 1.05 * busy)))
     rest = length - executed
     bound = np.minimum(rest, np.maximum(0.0, memory - executed))

@@ -63,6 +63,10 @@ class GpuTrack:
     gains: Known = field(default_factory=dict)
     levels: Levels = field(default_factory=Levels)
     counters: deque[CounterSeries] = field(default_factory=deque)
+    counted_ns: int | None = None
+    """End of the last sample; None: no fast counter was seen."""
+    sample_ns: int = 0
+    """Width of the last sample."""
 
 
 @dataclass

@@ -6,7 +6,16 @@ from tests.agent.analysis.builders import LLAMA_8B, SECOND, counters, engine, gp
 
 from gpuidle.agent.analysis.analyzer import Analyzer, Settings
 from gpuidle.agent.codec import decode_snapshot, encode_frame, encode_snapshot
-from gpuidle.agent.model import CAUSES, EngineLimits, Frame, GpuProcess, Parallelism, Snapshot
+from gpuidle.agent.model import (
+    CAUSES,
+    CounterSeries,
+    EngineLimits,
+    Frame,
+    GpuProcess,
+    Parallelism,
+    Snapshot,
+    column,
+)
 
 
 def feed(snapshots: list[Snapshot], **settings: Any) -> list[Frame]:
@@ -267,3 +276,36 @@ def test_forgotten_devices_and_engines_leave_no_state() -> None:
         )
     assert len(analyzer._gpus) <= 13
     assert len(analyzer._engines) <= 13
+
+
+def sample(end_s: int, width_s: int, tensor: float) -> CounterSeries:
+    return CounterSeries(
+        hw_id="GPU-0",
+        rung="dcgm",
+        end_ns=column([end_s * SECOND], "i8"),
+        width_ns=column([width_s * SECOND], "i8"),
+        gr_active=column([round(0.9 / 2e-5)], "u2"),
+        tensor_active=column([round(tensor / 2e-5)], "u2"),
+    )
+
+
+def test_a_window_waits_for_a_counter_that_is_slower_than_the_tick() -> None:
+    snapshots = []
+    for t in range(100):
+        late = (sample(t, 30, 0.3),) if t and t % 30 == 0 else ()
+        snapshots.append(snapshot(t, gpus=(gpu(t, 1.0),), engines=(engine(t, counters(t)),), counters=late))
+    frames = feed(snapshots)
+    settled = [frame.gpus[0] for frame in frames if frame.gpus[0].window_ns]
+    assert settled[-1].rung == "dcgm"
+    # The first sample tells that there is such a counter; from then on no window is booked without it.
+    assert {f.rung for f in settled[30:]} == {"dcgm"}
+    assert settled[-1].tensor_active is not None
+
+
+def test_a_counter_that_died_holds_no_window_back() -> None:
+    snapshots = [
+        snapshot(t, gpus=(gpu(t, 1.0),), counters=(sample(t, 1, 0.3),) if 0 < t < 10 else ())
+        for t in range(40)
+    ]
+    totals = feed(snapshots)[-1].gpus[0].causes_total_ns
+    assert sum(totals.values()) >= 36 * SECOND
