@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +22,9 @@ EVIDENCE = st.builds(
     useful_ns=NS,
     memory_ns=NS,
     memory_measured=st.booleans(),
+    memory_excess_ns=NS,
+    padding_ns=NS,
+    split_rest=st.booleans(),
     communication_ns=st.none() | st.floats(0, 1e9),
     clock_ratio=st.floats(0.1, 1.2),
     idle_because=st.sampled_from(get_args(IdleBecause)),
@@ -60,6 +65,45 @@ def test_full_evidence_books_every_term_of_the_design() -> None:
     assert booked["communication"] == 0.05 * T
     assert booked["latency"] == 0.15 * T
     assert booked["host_gap"] == 0.10 * T
+
+
+def test_parts_of_a_window_that_differ_are_booked_apart() -> None:
+    # Half of the window decodes (pipe 0.1, DRAM 0.9 of it), half computes (pipe 0.9, DRAM 0.1 of it): the
+    # means say that nothing is memory-bound, the parts say 0.4.
+    known = Evidence(
+        window_ns=T,
+        observed_ns=T,
+        active_ns=1.0 * T,
+        active_measured=True,
+        tensor_ns=0.5 * T,
+        useful_ns=0.5 * T,
+        memory_ns=0.5 * T,
+        memory_measured=True,
+    )
+    assert ledger(known).causes_ns["memory_bound"] == 0
+    apart = msgspec.structs.replace(known, memory_excess_ns=0.4 * T)
+    assert ledger(apart).causes_ns["memory_bound"] == 0.4 * T
+
+
+def test_the_work_models_word_splits_the_rest_as_an_estimate() -> None:
+    booked = ledger(
+        Evidence(
+            window_ns=T,
+            observed_ns=T,
+            active_ns=0.9 * T,
+            useful_ns=0.05 * T,
+            padding_ns=0.1 * T,
+            memory_ns=0.6 * T,
+            communication_ns=0.1 * T,
+            split_rest=True,
+            idle_because="host_gap",
+        )
+    )
+    assert booked.causes_ns["padding"] == 0.1 * T
+    assert booked.causes_ns["memory_bound"] == pytest.approx(0.45 * T)
+    assert booked.causes_ns["communication"] == 0.1 * T
+    assert booked.causes_ns["latency"] == pytest.approx(0.2 * T)
+    assert {"padding", "memory_bound", "communication", "latency"} <= set(booked.estimated)
 
 
 def test_an_unknown_shape_is_no_useful_work_and_no_idle_either() -> None:
