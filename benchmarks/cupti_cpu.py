@@ -5,10 +5,11 @@ Run from the root of the repository:
     python -m benchmarks.cupti_cpu --gpus 8 --rates 1000,5000,10000 --seconds 10
 
 End to end is: children that decode ten times a second and write columns to shared memory, the thread that
-looks after them and converts, and a reader that takes series once a second, as the sampler does. CPU time is
-the kernel's own count for the processes. The double makes samples in about a microsecond: CUPTI's real
-decoding comes on top, and only a GPU can tell how much that is. `--one` samples all GPUs in one child process
-instead (in a benchmark only), for the choice between the two.
+looks after them, converts, and looks for other profilers among this machine's processes, and a reader that
+takes series once a second, as the sampler does. CPU time is the kernel's own count for the processes. The
+double makes samples in about a microsecond: CUPTI's real decoding comes on top, and only a GPU can tell how
+much that is. `--one` samples all GPUs in one child process instead (in a benchmark only), for the choice
+between the two.
 """
 
 from __future__ import annotations
@@ -72,28 +73,27 @@ def children(gpus: int, rate_hz: int, seconds: float, library: str) -> None:
         GpuReading(hw_id=f"GPU-00000000-0000-4000-8000-{i:012x}", index=i, name="double", read_ns=0)
         for i in range(gpus)
     ]
-    with tempfile.TemporaryDirectory() as proc:
-        rung = CuptiPmRung(PmOptions(rate_hz=rate_hz, library=library, memory_limit_bytes=2**30), Path(proc))
-        end = time.monotonic() + WARM_UP_S
-        while time.monotonic() < end:
-            rung.read(time.monotonic_ns(), devices)
-            time.sleep(0.2)
-        pids = rung.pids()
-        before = {pid: cpu_ns(pid) for pid in pids.values()}
-        parent, start, samples = time.process_time_ns(), time.monotonic_ns(), 0
-        while time.monotonic_ns() - start < seconds * 1e9:
-            time.sleep(1)
-            reading = rung.read(time.monotonic_ns(), devices)
-            samples += sum(len(series) for series in reading.series)
-            for status in {(row.state, row.message) for row in reading.status if row.state != "serving"}:
-                print("  ", *status)
-            for problem in reading.problems:
-                print("  ", problem.kind, problem.message)
-        took = time.monotonic_ns() - start
-        used = sum(cpu_ns(pid) - before[pid] for pid in pids.values()) if rung.pids() == pids else -1
-        own = time.process_time_ns() - parent
-        memory = sum(resident_mib(pid) for pid in pids.values())
-        rung.close()
+    rung = CuptiPmRung(PmOptions(rate_hz=rate_hz, library=library, memory_limit_bytes=2**30))
+    end = time.monotonic() + WARM_UP_S
+    while time.monotonic() < end:
+        rung.read(time.monotonic_ns(), devices)
+        time.sleep(0.2)
+    pids = rung.pids()
+    before = {pid: cpu_ns(pid) for pid in pids.values()}
+    parent, start, samples = time.process_time_ns(), time.monotonic_ns(), 0
+    while time.monotonic_ns() - start < seconds * 1e9:
+        time.sleep(1)
+        reading = rung.read(time.monotonic_ns(), devices)
+        samples += sum(len(series) for series in reading.series)
+        for status in {(row.state, row.message) for row in reading.status if row.state != "serving"}:
+            print("  ", *status)
+        for problem in reading.problems:
+            print("  ", problem.kind, problem.message)
+    took = time.monotonic_ns() - start
+    used = sum(cpu_ns(pid) - before[pid] for pid in pids.values()) if rung.pids() == pids else -1
+    own = time.process_time_ns() - parent
+    memory = sum(resident_mib(pid) for pid in pids.values())
+    rung.close()
     expected = gpus * rate_hz * took / 1e9
     print(
         f"one child a GPU  {rate_hz:6d} Hz: children {used / took:7.2%}  parent {own / took:6.2%}  "

@@ -75,7 +75,17 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
 
             levels = {f"high.{key}": value for key, value in settings.items()}
             Scenario(settings={"wave_duty": 1, **levels}).write(Path(os.environ["GPUIDLE_CUPTI_SCENARIO"]))
-            time.sleep(1.2)  # the double looks at its scenario at every eighth decode
+            time.sleep(0.3)  # the double looks at its scenario at every second decode
+
+    def sample(self, *, rights: Rights = "own", own_context: bool = False) -> Tried:
+        """Try a session of a second."""
+        return try_session(
+            self.library,
+            self.hw_id,
+            rights=rights,
+            own_context=own_context,
+            seconds=max(0.3, self.scale),
+        )
 
     def device(self) -> GpuReading:
         """Read the GPU through the product's own collector."""
@@ -418,8 +428,7 @@ def rights(bench: Bench) -> list[Row]:
         "another user without capabilities": "none",
     }
     return [
-        Row(what=f"PM sampling {name}", got=_told(try_session(bench.library, bench.hw_id, rights=kind)))
-        for name, kind in tries.items()
+        Row(what=f"PM sampling {name}", got=_told(bench.sample(rights=kind))) for name, kind in tries.items()
     ]
 
 
@@ -433,7 +442,7 @@ HOLDER_REHEARSED = "print('up', flush=True); input()"
 
 def context(bench: Bench) -> list[Row]:
     """PM sampling without a context, with another process's, with one of its own; the memory it takes."""
-    rows = [Row(what="PM, no context of this check", got=_told(try_session(bench.library, bench.hw_id)))]
+    rows = [Row(what="PM, no context of this check", got=_told(bench.sample()))]
     holder = HOLDER_REHEARSED if bench.rehearse else HOLDER
     with subprocess.Popen(
         [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -441,12 +450,12 @@ def context(bench: Bench) -> list[Row]:
         assert other.stdin is not None
         assert other.stdout is not None
         if other.stdout.readline() == "up\n":
-            told = _told(try_session(bench.library, bench.hw_id))
+            told = _told(bench.sample())
         else:
             told = "not run: torch does not make a context"
         rows.append(Row(what="PM, a context in another process", got=told))
         other.stdin.close()
-    tried = try_session(bench.library, bench.hw_id, own_context=True)
+    tried = bench.sample(own_context=True)
     rows.append(Row(what="PM, a context of its own", got=_told(tried)))
     before = bench.device().memory_used_bytes or 0
     for rate_hz in (1000, 10_000):

@@ -119,7 +119,7 @@ class CuptiPmRung:
         return RungReading(series=tuple(series), status=tuple(status), problems=tuple(problems))
 
     def close(self) -> None:
-        """End all sessions in order; a child that does not heed it within a second is killed."""
+        """End all sessions in order; a child that needs more than a second goes on to its end alone."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2 * CLOSE_S + 1)
@@ -197,7 +197,7 @@ class CuptiPmRung:
                 with self._lock:
                     for track in self._tracks.values():
                         track.tick(now_ns, holder)
-                        del track.parts[:-PENDING_PARTS]
+                        track.forget(PENDING_PARTS)
                     for track in self._leaving:
                         track.tick(now_ns, "a device that is gone")
                     self._leaving = [track for track in self._leaving if track.pid is not None]

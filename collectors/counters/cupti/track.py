@@ -7,7 +7,7 @@ import msgspec
 from gpuidle.agent.model import CounterSeries, Problem
 from gpuidle.collectors.counters.cupti.child import Child, Message, Orders
 from gpuidle.collectors.counters.cupti.clockfit import ClockFit
-from gpuidle.collectors.counters.cupti.columns import convert
+from gpuidle.collectors.counters.cupti.columns import Raw, convert
 from gpuidle.collectors.counters.cupti.faults import NEXT_LIBRARY, NOT_COMPATIBLE, Fault, Verdict, explain
 from gpuidle.collectors.counters.rung import RungStatus
 
@@ -15,7 +15,10 @@ SOURCE = "cupti_pm"
 SECOND_NS = 1_000_000_000
 START_LIMIT_NS = 20 * SECOND_NS
 SILENT_LIMIT_NS = 2 * SECOND_NS
-END_LIMIT_NS = 1 * SECOND_NS
+END_LIMIT_NS = 5 * SECOND_NS
+"""For an end in order; killing a session in the middle can leave the GPU's counters stuck."""
+HUNG_LIMIT_NS = 1 * SECOND_NS
+"""For a child that hangs and is not expected to heed its signal."""
 BACKOFF_S = (0, 1, 2, 4, 8, 16, 30)
 STEADY_NS = 10 * SECOND_NS
 """After so long without a fault a child's past ones are forgotten."""
@@ -55,6 +58,7 @@ class Track:
         self._heard_ns = now_ns
         self._sudden_ns = -SOON_NS
         self._ending_ns: int | None = None
+        self._end_limit_ns = END_LIMIT_NS
         self._ready: Message | None = None
         self._paused = False
         self._fault: Fault | None = None
@@ -98,7 +102,7 @@ class Track:
             self._listen(self._child, now_ns, holder)
             self._ended(self._child, code, now_ns, holder)
         elif self._ending_ns is not None:
-            if now_ns - self._ending_ns > END_LIMIT_NS:
+            if now_ns - self._ending_ns > self._end_limit_ns:
                 self._child.kill()
         elif holder:
             self._fault = None
@@ -112,7 +116,7 @@ class Track:
                 remedy="See `dmesg` for lines of the driver if it happens again.",
             )
             self._failures += 1
-            self._end(now_ns, "the sampler hung")
+            self._end(now_ns, "the sampler hung", HUNG_LIMIT_NS)
 
     def stop(self, now_ns: int) -> None:
         """Have the child end, for good."""
@@ -120,14 +124,17 @@ class Track:
             self._end(now_ns, "")
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for the child's end, and force it."""
+        """Wait for the child's end. One that takes longer is not killed: it goes on to its end alone."""
         if self._child is None:
             return
-        if not self._child.wait(timeout_s):
-            self._child.kill()
-            self._child.wait(1.0)
+        self._child.wait(timeout_s)
         self._child.close()
         self._child = None
+
+    def forget(self, most: int) -> None:
+        """Keep the newest `most` batches that no one has asked for, and count the samples of the others."""
+        old, self.parts = self.parts[:-most], self.parts[-most:]
+        self.tally.overwritten += sum(map(len, old))
 
     def problems(self) -> tuple[Problem, ...]:
         """Return what was left out since the last call."""
@@ -168,9 +175,10 @@ class Track:
         if self._verdict.state == "serving":
             self._verdict = STARTING
 
-    def _end(self, now_ns: int, why: str) -> None:
+    def _end(self, now_ns: int, why: str, limit_ns: int = END_LIMIT_NS) -> None:
         if self._child is not None and self._ending_ns is None:
             self._ending_ns = now_ns
+            self._end_limit_ns = limit_ns
             self._why_gap = why
             self._child.ask_to_end()
 
@@ -217,7 +225,8 @@ class Track:
             if len(raw.end) and now_ns - self._fresh_ns > UNREADABLE_NS:
                 self._verdict = Verdict(
                     state="failed",
-                    message="no sample can be placed in time or believed: see its Problems",
+                    message="no sample is believed: the newest seems to end "
+                    f"{_lag_ms(self._fit, raw, message)} ms before it was decoded; see its Problems",
                     remedy="The next counter source serves. Please report it with the GPU's name and driver.",
                 )
             return
@@ -279,6 +288,10 @@ class Track:
 
     def _delay_ns(self) -> int:
         return BACKOFF_S[min(max(self._failures - 1, 0), len(BACKOFF_S) - 1)] * SECOND_NS
+
+
+def _lag_ms(fit: ClockFit, raw: Raw, message: Message) -> str:
+    return f"{(message.decoded_ns - int(fit.to_monotonic(raw.end[-1:])[0])) / 1e6:.1f}"
 
 
 def _held(holder: str) -> Verdict:

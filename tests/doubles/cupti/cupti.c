@@ -81,7 +81,7 @@ static uint64_t cupti_now(void)
 {
     static double offset, rate;
     static int read_once;
-    if (!read_once || decodes % 8 == 0) {
+    if (!read_once || decodes % 2 == 0) {
         offset = scenario_number("clock_offset_ns", 0);
         rate = scenario_number("clock_drift_ppm", 0) * 1e-6;
         read_once = 1;
@@ -326,7 +326,7 @@ EXPORT CUptiResult CUPTIAPI cuptiPmSamplingDecodeData(CUpti_PmSampling_DecodeDat
     struct image *image = (struct image *)p->pCounterDataImage;
     if (!config_intact(pm->config) || image->mark != CONFIG_MARK) return CUPTI_ERROR_INVALID_PARAMETER;
     if (!pm->started) return CUPTI_ERROR_INVALID_OPERATION;
-    if (decodes++ % 8 == 0) read_wave();
+    if (decodes++ % 2 == 0) read_wave();
     long overflow_at = (long)scenario_number("overflow_at", 0);
     long bad_every = (long)scenario_number("bad_every", 0);
     uint64_t now = cupti_now(), waiting = (now - pm->next) / pm->interval_ns;

@@ -315,6 +315,14 @@ def test_a_burst_that_is_none_is_refused(text: str) -> None:
         parse_duty(text)
 
 
+def test_a_mig_instance_is_sampled_under_its_own_id(node: Node) -> None:
+    instance = "MIG-00000000-0000-4000-8000-00000000000a"
+    node.devices = [msgspec.structs.replace(gpu(), hw_id=instance, parent_hw_id=uuid(0), instance_id=1)]
+    node.start()
+    node.until(lambda: len(node.series) > 0)
+    assert {series.hw_id for series in node.series} == {instance}
+
+
 def test_a_device_that_is_gone_is_let_go_of(node: Node) -> None:
     node.devices = [gpu(0), gpu(1)]
     node.start()
