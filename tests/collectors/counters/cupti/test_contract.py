@@ -61,8 +61,8 @@ def test_pm_sampling_keeps_the_contract(node: Node) -> None:
     settings = {"wave_period_ns": PERIOD_NS, "wave_duty": 0.5, "clock_offset_ns": 10**18}
     node.play(Scenario(settings=settings | levels("high", TENSOR_ONLY_A_BIT) | levels("low", NEARLY_IDLE)))
     node.start(node.options(rate_hz=200))
-    begin = time.monotonic_ns()
     node.until(lambda: node.samples() > 0)
+    begin = int(node.series[0].end_ns[0] - node.series[0].width_ns[0])
     node.until(lambda: int(node.series[-1].end_ns[-1]) - begin > PERIOD_NS)
     first = begin // PERIOD_NS * PERIOD_NS
     truth: Truth = [
