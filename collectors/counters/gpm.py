@@ -50,6 +50,8 @@ class GpmRung:
         self._threads: list[GpmThread] = []
         self._thread_of: dict[str, GpmThread] = {}
         """By GPU."""
+        self._served: set[str] = set()
+        """Devices that have had a window since anything was wrong with them."""
 
     @property
     def name(self) -> Rung:
@@ -73,14 +75,19 @@ class GpmRung:
                 status.append(_says(device, "unsupported", SHARED, SHARED_REMEDY))
                 continue
             if gpu in hanging:
+                self._served.discard(device.hw_id)
                 status.append(_says(device, "lost", f"a GPM call has not returned for {hanging[gpu]:.0f} s"))
                 continue
             found = taken.get(device.hw_id, Taken())
             made = _series(device.hw_id, found.rows)
             if made is not None:
                 series.append(made)
-            status.append(_status(device, found, made))
+                self._served.add(device.hw_id)
+            elif found.state != "serving":
+                self._served.discard(device.hw_id)
+            status.append(_status(device, found, served=device.hw_id in self._served))
             problems += _problems(device, found)
+        self._served &= {device.hw_id for device in devices}
         return RungReading(series=tuple(series), status=tuple(status), problems=tuple(problems))
 
     def _aim(self, targets: Sequence[Target]) -> None:
@@ -135,10 +142,10 @@ def _says(device: GpuReading, state: RungState, message: str = "", remedy: str =
     return RungStatus(rung=RUNG, hw_id=device.hw_id, state=state, message=message, remedy=remedy)
 
 
-def _status(device: GpuReading, found: Taken, made: CounterSeries | None) -> RungStatus:
+def _status(device: GpuReading, found: Taken, *, served: bool) -> RungStatus:
     if found.state != "serving":
         return _says(device, found.state, found.message, found.remedy)
-    if made is not None:
+    if served:
         return _says(device, "serving")
     if found.rows:
         return _says(device, "failed", "the driver gives no GPM metric that can be used")

@@ -49,6 +49,7 @@ class GpmDevice:
 
         Raises pynvml.NVMLError, with NOT_SUPPORTED where the device has no GPM.
         """
+        self._library: Any = nvml.nvmlLib
         self._gpu = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid)
         self._instance = instance
         self._changes = 0
@@ -72,6 +73,8 @@ class GpmDevice:
 
     def sample(self) -> None:
         """Take a sample; the one before becomes the old one."""
+        if nvml.nvmlLib is not self._library:  # a driver's upgrade: the handle is the old library's
+            raise nvml.NVMLError(faults.UNINITIALIZED)
         self._old, self._new = self._new, self._old
         if self._instance is None:
             nvml.nvmlGpmSampleGet(self._gpu, self._new)
@@ -105,12 +108,15 @@ class GpmDevice:
         return Means(graphics, sm, tensor, dram, sum(bad for _, bad in ratios))
 
     def close(self) -> None:
-        """Free the buffers; a library that is past answering keeps them."""
+        """Free the buffers, once; a library that is past answering, or another one, leaves them be."""
+        samples, self._old, self._new = (self._old, self._new), None, None
+        if samples[0] is None or nvml.nvmlLib is not self._library:
+            return
         if self._events is not None:
             self._events.close()
         try:
-            nvml.nvmlGpmSampleFree(self._old)
-            nvml.nvmlGpmSampleFree(self._new)
+            for sample in samples:
+                nvml.nvmlGpmSampleFree(sample)
         except nvml.NVMLError:
             return
 

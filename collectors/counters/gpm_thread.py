@@ -148,9 +148,12 @@ class GpmThread:
                 self._call = (track.target.gpu_uuid, self._clock())
                 device.close()
             for track in list(self._tracks.values()):
-                if self._tracks.get(track.target.hw_id) is track:  # not given to another thread meanwhile
-                    self._call = (track.target.gpu_uuid, self._clock())
-                    _sample(track, self._clock, self._changed)
+                if not self._mine(track):  # given to another thread meanwhile
+                    continue
+                self._call = (track.target.gpu_uuid, self._clock())
+                _sample(track, self._clock, self._changed)
+                if track.device is not None and not self._mine(track):
+                    track.device.close()
             self._call = None
             now_ns = self._clock()
             jitter = self._random.uniform(-JITTER_RATIO, JITTER_RATIO)
@@ -158,6 +161,9 @@ class GpmThread:
         for track in self._tracks.values():
             if track.device is not None:
                 track.device.close()
+
+    def _mine(self, track: _Track) -> bool:
+        return self._tracks.get(track.target.hw_id) is track
 
     def _wait_until(self, due_ns: int) -> bool:
         """Wait, and for a target if there is none; return False once stopped."""

@@ -17,9 +17,10 @@ from tests.collectors.counters.ladder_process import LadderProcess, Tick, ladder
 from tests.doubles.nvml import EVENT_TYPES, Event, Fault, GpmMetric, Gpu, MigInstance, Scenario
 from tests.doubles.nvml.library import header, return_codes
 
-from gpuidle.collectors.counters import gpm_thread
+from gpuidle.collectors.counters import gpm_calls, gpm_thread
 from gpuidle.collectors.counters.gpm_calls import Means, mean_ratio
 from gpuidle.collectors.counters.gpm_thread import Target
+from gpuidle.collectors.counters.nvml_binding import nvml
 
 SECOND = 10**9
 REFRESH_NS = 100_000_000
@@ -191,6 +192,13 @@ def test_a_hanging_sample_costs_its_own_gpu_and_comes_back(node: LadderProcess) 
     assert node.ticks[-1].threads == threads + 1
 
 
+def test_a_tick_without_a_window_is_no_loss(node: LadderProcess) -> None:
+    node.until(lambda tick: bool(rows([tick], UUIDS[0], "sm_active")))
+    quick = node.run(12, pause_s=0.04)  # five a second are sampled
+    assert any(not tick.raw for tick in quick)
+    assert {tick.state(UUIDS[0]) for tick in quick} == {"serving"}
+
+
 def test_a_driver_that_was_gone_is_found_again(node: LadderProcess) -> None:
     both = (Gpu(gpm=metrics()), Gpu(gpm=metrics(sm=80)))
     node.until(lambda tick: tick.state(UUIDS[1]) == "serving")
@@ -276,6 +284,21 @@ def test_a_ratio_is_a_possible_one_or_absent(code: int, percent: float) -> None:
         assert (ratio, bad) == (min(1.0, percent / 100), False)
     else:
         assert (ratio, bad) == (None, True)
+
+
+def test_buffers_are_freed_once_and_by_the_library_that_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[object] = []
+    monkeypatch.setattr(nvml, "nvmlGpmSampleFree", freed.append)
+    for library in (nvml.nvmlLib, object()):
+        device = gpm_calls.GpmDevice.__new__(gpm_calls.GpmDevice)
+        device._library, device._events, device._instance = library, None, None
+        device._old, device._new = "old", "new"
+        device.close()
+        device.close()
+    assert freed == ["old", "new"]
+    device._library = object()  # the driver was upgraded: its handle is another library's
+    with pytest.raises(nvml.NVMLError):
+        device.sample()
 
 
 class MadeUp:
