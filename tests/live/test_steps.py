@@ -175,7 +175,9 @@ def test_every_step_and_token_is_the_engines_own_with_the_plugin(site: Path, tmp
     assert found.of("accepted_tokens").sum() == told["accepted"]
     assert found.of("preemptions").sum() == told["preemptions"]
     assert told["preemptions"] > 0
-    assert (found.of("prefill_tokens") - found.of("resumed_tokens")).sum() == told["prompt"]
+    # Of what a preempted request with outputs computes again, the last row had not been computed before.
+    fresh = int((found.of("prefill_tokens") - found.of("recomputed_tokens")).sum())
+    assert 0 <= fresh - told["prompt"] <= told["preemptions"]
     prefill, decode = found.of("prefill_tokens") > 0, found.of("decode_tokens") > 0
     assert (prefill & decode).sum() > 10
     assert (prefill & ~decode).sum() > 10
