@@ -121,7 +121,12 @@ class Analyzer:
             if sums is not None:
                 track.cadence_ns = sums.window_ns
                 _add_tokens(track, sums)
-                given, prompt_ns = give_back([*track.sums, sums], reading.limits.max_batched_tokens)
+                given, prompt_ns = give_back(
+                    [*track.sums, sums],
+                    reading.limits.max_batched_tokens,
+                    track.pace_ns,
+                    track.prompt_token_ns,
+                )
                 track.sums = deque(given)
                 if prompt_ns is not None:
                     past = track.prompt_token_ns

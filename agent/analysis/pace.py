@@ -51,6 +51,8 @@ class _Fit:
     def __init__(self) -> None:
         self.steps = 0.0
         self.rows = 0.0
+        self.running = self.usage = 0.0
+        """The most that was seen."""
         self._squares: NDArray[np.float64] = np.zeros((_TERMS, _TERMS))
         self._products: NDArray[np.float64] = np.zeros(_TERMS)
         self._solved: NDArray[np.float64] | None = None
@@ -62,6 +64,8 @@ class _Fit:
         self._products = self._products * fade + weight * features * moved
         self.steps = self.steps * fade + steps
         self.rows = self.rows * fade + 1
+        self.running = max(self.running, -float(features[1]) / float(features[0]))
+        self.usage = max(self.usage, -float(features[2]) / float(features[0]))
         self._solved = None
 
     def _weight(self, features: NDArray[np.float64], moved: float) -> float:
@@ -148,6 +152,8 @@ class DecodePace:
         solved = fit.solved()
         per_second = float(solved[0])
         if traffic is None:
-            slower = float(solved[1]) * _running(sums) + float(solved[2]) * _usage(sums)
-            per_second = max(per_second - slower, 0.1 * per_second)
+            # No further than a quarter beyond what was seen: a line fitted to small batches runs into 0.
+            running, usage = min(_running(sums), 1.25 * fit.running), min(_usage(sums), 1.25 * fit.usage)
+            slower = float(solved[1]) * running + float(solved[2]) * usage
+            per_second = max(per_second - slower, 0.25 * per_second)
         return (traffic or 1.0) * 1e9 / per_second if per_second > 0 else None

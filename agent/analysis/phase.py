@@ -170,6 +170,8 @@ def _prefill_unheard(sums: Sums, clues: Clues, busy: float) -> float | None:
     if heard is not None and not any(sums.waiting):
         return min(busy, heard * 1e9)
     steps = prefill_steps(sums, clues.max_batched_tokens, None, clues.pace_ns)
+    if steps is not None and sums.moved and steps.counted_steps <= (sums.first_tokens or 0):
+        return busy / 2  # it began or ended in this window, and nothing else ran
     if steps is None or (clues.pace_ns is None and clues.prompt_token_ns is None):
         return None
     by_tokens = (sums.prefill_tokens or 0) * (clues.prompt_token_ns or 0.0)

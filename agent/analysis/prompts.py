@@ -23,12 +23,18 @@ def room_tokens(sums: Sums, max_batched_tokens: int | None) -> float | None:
     return float(max(1, max_batched_tokens - max(0, running - (sums.first_tokens or 0))))
 
 
-def give_back(windows: Sequence[Sums], max_batched_tokens: int | None) -> tuple[list[Sums], float | None]:
+def give_back(
+    windows: Sequence[Sums],
+    max_batched_tokens: int | None,
+    pace_ns: float | None = None,
+    prompt_token_ns: float | None = None,
+) -> tuple[list[Sums], float | None]:
     """Give the chunks of the prompts that ended in the last window back to the windows before it.
 
     With decodes beside it each chunk is a counted step, so the chunks are as many steps back. Without, the
     windows in which no token moved while a request was running were chunks; then the time of a prompt token
-    follows, and is the second value (ns). Sums over all windows stay as they are.
+    follows, and is the second value (ns). Sums over all windows stay as they are. `pace_ns` and
+    `prompt_token_ns` are what is known so far of a decode-only step's time and of a prompt token's.
     """
     moved = list(windows)
     last = moved[-1] if moved else None
@@ -39,17 +45,21 @@ def give_back(windows: Sequence[Sums], max_batched_tokens: int | None) -> tuple[
         return _by_first_token_time(moved), None
     chunks = math.ceil(last.prefill_tokens / room - 1e-9)
     silent = _silent(moved)
-    if silent and chunks > 1:
+    before = moved[silent[-1] - 1] if silent and silent[-1] else None
+    beside = before is not None and bool(before.counted_steps) and before.always_running
+    if silent and chunks > 1 and not beside:
         return _give_to_silent(moved, silent, chunks)
-    if not moved[-2].counted_steps:
+    if not moved[-2].counted_steps and not beside:
         return _by_first_token_time(moved), None
     if chunks < 2:
         return moved, None
-    # The last chunk stands anywhere among the steps of its window: half of them lie before it.
-    left = chunks - max(1.0, min(float(chunks), (last.counted_steps or 1) / 2))
+    left = chunks - min(float(chunks), _chunks_here(last, room, pace_ns, prompt_token_ns))
     parts = [0.0] * len(moved)
     for i in range(len(moved) - 2, -1, -1):
         window = moved[i]
+        if i in silent:  # a step that ended in a later window ran all through it
+            moved[i] = msgspec.structs.replace(window, chunk_ns=float(window.window_ns))
+            continue
         if left <= 0 or window.reset or not window.counted_steps:
             break
         parts[i] = max(0.0, min(left, window.counted_steps - window.chunk_steps))
@@ -57,6 +67,19 @@ def give_back(windows: Sequence[Sums], max_batched_tokens: int | None) -> tuple[
         left -= parts[i]
     parts[-1] = chunks - sum(parts[:-1])
     return _move_tokens(moved, parts), None
+
+
+def _chunks_here(last: Sums, room: float, pace_ns: float | None, prompt_token_ns: float | None) -> float:
+    """Return the chunks among the steps of the window in which a prompt ended.
+
+    Where the times of both kinds of steps are known, as many as fill the window; else the last chunk stands
+    anywhere among the steps, and half of them lie before it.
+    """
+    steps = float(last.counted_steps or 1)
+    longer = None if prompt_token_ns is None or pace_ns is None else prompt_token_ns * room - pace_ns
+    if longer is None or pace_ns is None or longer < 2 * pace_ns or not last.always_running:
+        return max(1.0, steps / 2)
+    return max(1.0, min(steps, (last.window_ns - steps * pace_ns) / longer))
 
 
 def _silent(windows: Sequence[Sums]) -> list[int]:

@@ -123,6 +123,7 @@ def settle_engine(
         if sums.moved:
             track.pace.learn(sums, following, float(window_ns) if busy_ns is None else busy_ns, traffic)
         pace_ns = track.pace.step_ns(sums, traffic)
+        track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
     if sums is not None and sums.always_running and busy_ns is not None and sums.counted_steps:
         # The smallest that lasts: a window may also hold a spell without a request.
         gap = max(0.0, window_ns - busy_ns) / sums.counted_steps

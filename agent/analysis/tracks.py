@@ -88,6 +88,8 @@ class EngineTrack:
     prefix_last: tuple[int, int] | None = None
     steps: deque[StepSeries] = field(default_factory=deque)
     pace: DecodePace = field(default_factory=DecodePace)
+    pace_ns: float | None = None
+    """Time of a decode-only step in the last settled window that told it."""
     gap_ns: float | None = None
     """Inactive time a step while requests are running: what the host takes."""
     prompt_token_ns: float | None = None
