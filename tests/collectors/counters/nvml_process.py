@@ -27,7 +27,7 @@ for line in sys.stdin:
     word, _, moment = line.strip().partition(" ")
     answer = "done"
     if word == "new":
-        collector = NvmlCollector(elapsed_ns=lambda: 0)
+        collector = NvmlCollector(elapsed_ns=lambda: 0, limit_s=1.5)
     elif word == "read":
         answer = msgspec.json.encode(collector.read(int(moment))).decode()
     elif word == "threads":

@@ -26,6 +26,7 @@ SECOND = 10**9
 REFRESH_NS = 100_000_000
 UUIDS = [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(64)]
 BLANK = 140737488355328.0
+SPIKE_NS = 300_000_000
 
 
 def metrics(
@@ -46,10 +47,28 @@ class Run:
 @pytest.fixture(scope="module")
 def watched(nvml_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """One node whose GPUs differ, watched once for all tests that only look."""
-    now = time.monotonic_ns()
-    change_ns = now + 2 * SECOND + 500_000_000
-    spike = change_ns, change_ns + 300_000_000
-    spikes = ((0, 50.0), (spike[0], 4294967295.0), (spike[1], 50.0))
+    folder = tmp_path_factory.mktemp("gpm")
+    varied(change_ns=2**62).write(folder / "scenario")
+    with ladder_process(nvml_library, folder, "gpm") as node:
+        node.tick()
+        node.until(
+            lambda tick: all(rows([tick], uuid, "gr_active") for uuid in (UUIDS[0], UUIDS[7], "MIG-b"))
+        )
+        change_ns = time.monotonic_ns() + SECOND
+        varied(change_ns).write(folder / "scenario")
+        while time.monotonic_ns() < change_ns + SPIKE_NS + SECOND:
+            node.run(1)
+        node.until(
+            lambda tick: any(
+                begin > change_ns + SPIKE_NS for begin, _, _ in rows([tick], UUIDS[7], "sm_active")
+            )
+        )
+        yield Run(node.ticks, change_ns, (change_ns, change_ns + SPIKE_NS))
+
+
+def varied(change_ns: int) -> Scenario:
+    """Return a node on which GPU 1 changes, and GPU 7 has a spike, from `change_ns` on."""
+    spikes = ((0, 50.0), (change_ns, 4294967295.0), (change_ns + SPIKE_NS, 50.0))
     instances = (
         MigInstance("MIG-a", 9, gpm=metrics(sm=10)),
         MigInstance("MIG-b", 11, gpm=metrics(sm=70)),
@@ -73,13 +92,7 @@ def watched(nvml_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         Gpu(name="NVIDIA Z9000", gpm=metrics()),
         Gpu(gpm=(GpmMetric(1, 100.0), GpmMetric(2, spikes), GpmMetric(5, 25.0))),
     )
-    folder = tmp_path_factory.mktemp("gpm")
-    Scenario(gpus=gpus).write(folder / "scenario")
-    with ladder_process(nvml_library, folder, "gpm") as node:
-        ticks = [node.tick()]
-        while time.monotonic_ns() < spike[1] + SECOND:
-            ticks += node.run(1)
-        yield Run(ticks, change_ns, spike)
+    return Scenario(gpus=gpus)
 
 
 def test_nothing_is_emitted_before_a_window_is_whole(watched: Run) -> None:
