@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from gpuidle.agent.model import PHASES, Frame
@@ -110,6 +111,7 @@ def _sound(metric: Metric[T], subject: T) -> tuple[Point, ...]:
     return tuple(Point(attributes, value) for attributes, value in found.items())
 
 
+@lru_cache(maxsize=4096)
 def _clean(text: str) -> str:
     """Return a label value that every encoder takes: valid UTF-8 of bounded length."""
     return text[:_LABEL_LIMIT].encode("utf-8", "replace").decode("utf-8")

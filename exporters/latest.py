@@ -42,7 +42,19 @@ def frame_points(latest: Latest | None, now_ns: int) -> list[MetricPoints]:
     """Return the metrics of the last Frame; of a stale one the counters only."""
     if latest is None:
         return []
-    found = points(latest.frame)
+    found = _points_of(latest.frame)
     if latest.stale(now_ns):
         return [entry for entry in found if entry.metric.kind == "counter"]
     return found
+
+
+_newest: tuple[Frame, list[MetricPoints]] | None = None
+"""Both exporters show the same Frame: its points are found once."""
+
+
+def _points_of(frame: Frame) -> list[MetricPoints]:
+    global _newest  # noqa: PLW0603 - one assignment, atomic; a race costs time only
+    newest = _newest
+    if newest is None or newest[0] is not frame:
+        newest = _newest = (frame, points(frame))
+    return newest[1]

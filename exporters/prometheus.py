@@ -15,26 +15,24 @@ probes answer everybody.
 
 from __future__ import annotations
 
+import gzip
 import ipaddress
 import logging
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from gpuidle.agent.model import Frame
 from gpuidle.agent.ports import Telemetry
 from gpuidle.exporters.agent_self import SelfMeter
-from gpuidle.exporters.catalogue import MetricPoints, agent_points
+from gpuidle.exporters.catalogue import agent_points
+from gpuidle.exporters.exposition import OPENMETRICS, TEXT, page
 from gpuidle.exporters.latest import Latest, frame_points
-from gpuidle.exporters.naming import label_name
 from gpuidle.exporters.web_security import Guard, WebSecurity
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric as Family
 
 DEFAULT_ADDRESS = "127.0.0.1:9405"
 _READER_TIMEOUT_S = 10
@@ -42,24 +40,13 @@ _READER_TIMEOUT_S = 10
 logger = logging.getLogger(__name__)
 
 
+_Environ = dict[str, object]
+_Start = Callable[[str, list[tuple[str, str]]], object]
+_App = Callable[[_Environ, _Start], Iterable[bytes]]
+
+
 class ListenError(Exception):
     """The address cannot be listened on; the message names it and the remedy."""
-
-
-def families(entries: Iterable[MetricPoints]) -> Iterator[Family]:
-    """Yield the points as prometheus_client's metric families."""
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
-    for metric, found in entries:
-        family: Family
-        if metric.kind == "counter":
-            family = CounterMetricFamily(metric.prometheus, metric.description)
-        else:
-            family = GaugeMetricFamily(metric.prometheus, metric.description)
-        for attributes, value in found:
-            labels = {label_name(name): text for name, text in attributes}
-            family.add_sample(metric.prometheus, labels, value)
-        yield family
 
 
 class PrometheusExporter:
@@ -78,20 +65,15 @@ class PrometheusExporter:
         telemetry: Telemetry | None = None,
         security: WebSecurity = WebSecurity(),  # noqa: B008 - frozen
     ) -> None:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-
         self._latest: Latest | None = None
         self._meter = SelfMeter(telemetry)
-        registry = CollectorRegistry()
-        registry.register(self)
         guard = Guard(security)
         self._encrypts = guard.encrypts
         self._server = _listen(address)
         self._server.guard = guard
         if guard.asks and not guard.encrypts and not self._is_loopback:
             logger.warning("passwords for %s travel in clear: give a certificate too", self.address)
-        metrics = _asking(guard, make_wsgi_app(registry))
-        self._server.set_app(_routes(metrics, lambda: self._latest))
+        self._server.set_app(_routes(_asking(guard, self._metrics), lambda: self._latest))
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},
@@ -119,15 +101,19 @@ class PrometheusExporter:
         """Keep the Frame for the next scrape."""
         self._latest = Latest(frame, time.monotonic_ns())
 
-    def collect(self) -> Iterator[Family]:
-        """Yield all families of this moment: prometheus_client calls this at each scrape."""
+    def _metrics(self, environ: _Environ, start_response: _Start) -> Iterable[bytes]:
+        """Answer a scrape, as text or OpenMetrics, compressed where the scraper takes it."""
         latest, now_ns = self._latest, time.monotonic_ns()
-        yield from families(frame_points(latest, now_ns))
-        yield from families(agent_points(self._meter.read(latest.age_s(now_ns) if latest else None)))
-
-    def describe(self) -> Iterable[Family]:
-        """Return nothing, so that registering does not collect."""
-        return ()
+        entries = frame_points(latest, now_ns)
+        own = agent_points(self._meter.read(latest.age_s(now_ns) if latest else None))
+        openmetrics = "application/openmetrics-text" in str(environ.get("HTTP_ACCEPT", ""))
+        body = page([*entries, *own], openmetrics=openmetrics).encode()
+        headers = [("Content-Type", OPENMETRICS if openmetrics else TEXT)]
+        if "gzip" in str(environ.get("HTTP_ACCEPT_ENCODING", "")):
+            body = gzip.compress(body, compresslevel=1)
+            headers.append(("Content-Encoding", "gzip"))
+        start_response("200 OK", headers)
+        return [body]
 
     def close(self) -> None:
         """Stop serving; a scrape in progress is cut off with the process."""
@@ -139,10 +125,8 @@ class PrometheusExporter:
 # --------------------------------------------------------------------------------------------------------
 # HTTP
 
-_App = Callable[[dict[str, object], Callable[[str, list[tuple[str, str]]], object]], Iterable[bytes]]
 
-
-def _routes(metrics: Callable[..., Iterable[bytes]], latest: Callable[[], Latest | None]) -> _App:
+def _routes(metrics: _App, latest: Callable[[], Latest | None]) -> _App:
     """Return the WSGI application of the three paths."""
 
     def probe(path: str) -> tuple[str, str]:
@@ -157,9 +141,7 @@ def _routes(metrics: Callable[..., Iterable[bytes]], latest: Callable[[], Latest
             return ("503 Service Unavailable", "no frame yet\n") if last is None else ("200 OK", "ready\n")
         return "404 Not Found", "not found: see /metrics\n"
 
-    def app(
-        environ: dict[str, object], start_response: Callable[[str, list[tuple[str, str]]], object]
-    ) -> Iterable[bytes]:
+    def app(environ: _Environ, start_response: _Start) -> Iterable[bytes]:
         path = environ.get("PATH_INFO")
         if path == "/metrics":
             return metrics(environ, start_response)
@@ -170,12 +152,10 @@ def _routes(metrics: Callable[..., Iterable[bytes]], latest: Callable[[], Latest
     return app
 
 
-def _asking(guard: Guard, app: Callable[..., Iterable[bytes]]) -> _App:
+def _asking(guard: Guard, app: _App) -> _App:
     """Return the app behind the guard's question for a user."""
 
-    def ask(
-        environ: dict[str, object], start_response: Callable[[str, list[tuple[str, str]]], object]
-    ) -> Iterable[bytes]:
+    def ask(environ: _Environ, start_response: _Start) -> Iterable[bytes]:
         if guard.allows(str(environ.get("HTTP_AUTHORIZATION", ""))):
             return app(environ, start_response)
         headers = [("WWW-Authenticate", 'Basic realm="gpuidle"'), ("Content-Type", "text/plain")]

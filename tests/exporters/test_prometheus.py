@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import socket
 import subprocess
@@ -12,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import generate_latest
+from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from tests.exporters.frames import AGENT, engine, frame, gpu
@@ -22,7 +22,9 @@ from tests.exporters.http import WAIT_S, get
 from gpuidle.agent.model import OutletStatus
 from gpuidle.exporters import latest
 from gpuidle.exporters.catalogue import agent_points, points
-from gpuidle.exporters.prometheus import ListenError, PrometheusExporter, families
+from gpuidle.exporters.exposition import page
+from gpuidle.exporters.naming import label_name
+from gpuidle.exporters.prometheus import ListenError, PrometheusExporter
 
 GOLDEN = Path(__file__).parents[1] / "data" / "exporters" / "metrics.txt"
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -42,25 +44,15 @@ def scrape(exporter: PrometheusExporter) -> str:
     return body.decode()
 
 
-class Page:
-    """A fixed page, as a collector of prometheus_client."""
-
-    def collect(self) -> Iterator[object]:
-        yield from families(points(frame()))
-        yield from families(agent_points(AGENT))
-
-
-def by_value(page: str) -> list[tuple[str, float | str]]:
+def by_value(text: str) -> list[tuple[str, float | str]]:
     """Return the lines with their values as numbers: versions of prometheus_client write them differently."""
-    lines = [line.rpartition(" ") for line in page.splitlines()]
+    lines = [line.rpartition(" ") for line in text.splitlines()]
     return [(head, last if head.startswith("#") else float(last)) for head, _, last in lines]
 
 
 def test_the_page_of_two_gpus_and_one_engine_is_the_golden_one() -> None:
-    registry = CollectorRegistry()
-    registry.register(Page())  # type: ignore[arg-type]
-    page = generate_latest(registry).decode()
-    assert by_value(page) == by_value(GOLDEN.read_text(encoding="utf-8"))
+    text = page([*points(frame()), *agent_points(AGENT)], openmetrics=False)
+    assert by_value(text) == by_value(GOLDEN.read_text(encoding="utf-8"))
 
 
 def test_a_strict_openmetrics_parser_takes_the_page(exporter: PrometheusExporter) -> None:
@@ -224,3 +216,27 @@ def test_outlets_are_asked_at_each_scrape() -> None:
         assert line in scrape(exporter)
     finally:
         exporter.close()
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_a_parser_reads_back_what_was_written(openmetrics: bool) -> None:
+    entries = points(frame(engines=(engine(model='a"\\\nb\\n{}=, é'),)))
+    parse = parse_openmetrics if openmetrics else parse_text
+    families: Iterable[Metric] = parse(page(entries, openmetrics=openmetrics))
+    read = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert read == {
+        (metric.prometheus, frozenset((label_name(name), text) for name, text in attributes)): value
+        for metric, found in entries
+        for attributes, value in found
+    }
+
+
+def test_a_scraper_that_takes_gzip_gets_it(exporter: PrometheusExporter) -> None:
+    exporter.publish(frame())
+    _, headers, body = get(f"http://{exporter.address}/metrics", {"Accept-Encoding": "gzip"})
+    assert headers["content-encoding"] == "gzip"
+    assert "gpuidle_compute_time_seconds_total" in gzip.decompress(body).decode()
