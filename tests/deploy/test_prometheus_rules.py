@@ -94,6 +94,26 @@ def test_promtool_takes_the_rules() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@needs_promtool
+@pytest.mark.parametrize("name", ["alerting.md", "export.md"])
+def test_the_configuration_in_the_documents_is_taken(tmp_path: Path, name: str) -> None:
+    """The reader copies two files and one block."""
+    document = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    [block, *_] = re.findall(r"```yaml\n(.*?scrape_configs:.*?)```", document, re.DOTALL)
+    for file in FILES:
+        shutil.copy(file, tmp_path)
+    for secret in re.findall(r"\b[\w-]+\.(?:pem|password)\b", block):
+        (tmp_path / secret).touch()
+    config = tmp_path / "prometheus.yml"
+    config.write_text(block, encoding="utf-8")
+    result = promtool("check", "config", "--syntax-only", str(config))
+    assert result.returncode == 0, result.stdout + result.stderr
+    if name == "alerting.md":
+        result = promtool("check", "config", str(config))
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "11 rules found" in result.stdout
+
+
 def test_each_alert_says_what_to_do_and_has_a_runbook_entry() -> None:
     text = FILES[1].read_text(encoding="utf-8")
     runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
