@@ -107,7 +107,8 @@ def main() -> int:
     parser.add_argument("--scale", type=float, help="of all durations; 1, or 0.2 in a rehearsal")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    from benchmarks.device_sections import SECTIONS, Bench, Row
+    from benchmarks.device_bench import Bench, Row
+    from benchmarks.device_sections import SECTIONS
 
     if options.section:
         bench = msgspec.json.decode(
@@ -158,7 +159,7 @@ def main() -> int:
 
 def draw(row: object) -> str:
     """Return a row of the table."""
-    from benchmarks.device_sections import Row
+    from benchmarks.device_bench import Row
 
     assert isinstance(row, Row)
 

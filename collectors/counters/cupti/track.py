@@ -298,6 +298,6 @@ def _held(holder: str) -> Verdict:
     return Verdict(
         state="busy",
         message=f"the counters are left to {holder}",
-        remedy="Sampling goes on when it ends. A DCGM host engine keeps its profiler until it is started anew "
-        "without profiling fields; a dcgm-exporter's counters serve meanwhile.",
+        remedy="Sampling goes on when it ends. A DCGM host engine keeps its profiler until it is started "
+        "anew without profiling fields; a dcgm-exporter's counters serve meanwhile.",
     )
