@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,8 +42,7 @@ class Row(NamedTuple):
     preemptions: int
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """Counters at the poll that saw the count of steps go up."""
 
     end_ns: int
@@ -77,14 +75,14 @@ class RankFollower:
                 own = self._pending.totals
                 # First tokens seen by now are the new step's only if it had a prompt.
                 if totals.computed_prompt_tokens == own.computed_prompt_tokens:
-                    own = replace(own, first_tokens=totals.first_tokens, first_token_s=totals.first_token_s)
-                rows.append(self._settle(replace(self._pending, totals=own)))
+                    own = own._replace(first_tokens=totals.first_tokens, first_token_s=totals.first_token_s)
+                rows.append(self._settle(self._pending._replace(totals=own)))
             self._pending = seen
         elif self._pending is not None:
-            own = replace(
-                self._pending.totals, first_tokens=totals.first_tokens, first_token_s=totals.first_token_s
+            own = self._pending.totals._replace(
+                first_tokens=totals.first_tokens, first_token_s=totals.first_token_s
             )
-            rows.append(self._settle(replace(self._pending, totals=own)))
+            rows.append(self._settle(self._pending._replace(totals=own)))
             self._pending = None
         self._last_poll_ns = now_ns
         return rows
