@@ -183,6 +183,7 @@ class Track:
             self._child.ask_to_end()
 
     def _listen(self, child: Child, now_ns: int, holder: str) -> None:
+        rows: Message | None = None
         for message in child.messages():
             self._heard_ns = now_ns
             if message.kind == "ready":
@@ -193,14 +194,17 @@ class Track:
                 self._fault = Fault(
                     reason=message.reason, call=message.call, code=message.code, text=message.text
                 )
-            elif message.kind == "rows" and self._ready is not None:
-                self._rows(child, self._ready, message, now_ns)
+            elif message.kind == "rows":
+                rows = message
+                if message.anchor is not None and self._fit.add(message.anchor):
+                    self.tally.steps += 1
+        if rows is not None and self._ready is not None:
+            # Counts in the last message include those before it: one conversion for all of them.
+            self._rows(child, self._ready, rows, now_ns)
         if self._ready is None and self._fault is not None:
             self._verdict = explain(self._fault, holder)
 
     def _rows(self, child: Child, ready: Message, message: Message, now_ns: int) -> None:
-        if message.anchor is not None and self._fit.add(message.anchor):
-            self.tally.steps += 1
         self.tally.overflows += message.overflows - self._overflows
         overflowed = message.overflows > self._overflows
         self._overflows = message.overflows
