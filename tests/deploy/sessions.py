@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from gpuidle.agent.analysis.analyzer import Analyzer, Settings
-from gpuidle.agent.model import Frame, GpuFrame, Snapshot
+from gpuidle.agent.model import Frame, Snapshot
 from gpuidle.collectors.simulator.node import Visible, simulate
 from gpuidle.collectors.simulator.scenario import (
     LLAMA_3_8B,
@@ -55,6 +55,10 @@ FEW_ROWS = EngineSpec(
     launch_ns=0,
     arrivals=(ClosedLoop(users=10, mix=CHATS),),
 )
+HALF_EMPTY = replace(
+    FEW_ROWS, name="half-empty", max_sequences=256, arrivals=(ClosedLoop(users=4, mix=CHATS),)
+)
+"""The same rows a step, because no more are asked for."""
 WASTED = Scenario(seed=1, gpus=(GpuSpec(),) * 4, engines=(UNUSED, GAPS, FEW_ROWS), hostname="wasted")
 """GPU 0 is loaded and unused, GPU 1 waits for its host, GPU 2 runs four rows a step, GPU 3 is nobody's."""
 
@@ -128,15 +132,7 @@ def frames(
     analyzer = Analyzer(Settings(price_per_hour=PRICES, currency="USD"))
     spec = replace(scenario, duration_ns=seconds * SECOND_NS)
     for number, (snapshot, _) in enumerate(simulate(spec, tick_ns=SCRAPE_S * SECOND_NS, visible=visible)):
-        frame = analyzer.feed(change(snapshot, number * SCRAPE_S))
-        yield msgspec.structs.replace(frame, gpus=tuple(map(with_reclaimable, frame.gpus)))
-
-
-def with_reclaimable(gpu: GpuFrame) -> GpuFrame:
-    """Return the GPU with its reclaimable time: where none is told its upper bound, the memory-bound time."""
-    if gpu.reclaimable_total_ns is not None:
-        return gpu
-    return msgspec.structs.replace(gpu, reclaimable_total_ns=gpu.causes_total_ns.get("memory_bound", 0))
+        yield analyzer.feed(change(snapshot, number * SCRAPE_S))
 
 
 Samples = dict[str, list[float | None]]

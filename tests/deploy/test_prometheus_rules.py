@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tests.deploy.sessions import (
     ALL,
-    FEW_ROWS,
+    HALF_EMPTY,
     PROMPTS,
     SATURATED,
     WASTED,
@@ -173,7 +173,7 @@ def test_a_decode_with_a_full_cache_raises_nothing(tmp_path: Path) -> None:
 @needs_promtool
 def test_a_decode_pool_is_judged_by_its_batch(tmp_path: Path) -> None:
     """It keeps no queue, so that the alert for unified engines never speaks for it."""
-    decode = Scenario(seed=1, gpus=(GpuSpec(),) * 3, engines=(FEW_ROWS,), hostname="decode")
+    decode = Scenario(seed=1, gpus=(GpuSpec(),) * 3, engines=(HALF_EMPTY,), hostname="decode")
 
     def as_decode(snapshot: Snapshot, seconds: float) -> Snapshot:
         rows = tuple(
@@ -183,7 +183,7 @@ def test_a_decode_pool_is_judged_by_its_batch(tmp_path: Path) -> None:
 
     found = firing(tmp_path, node(decode, 50, as_decode), 49, ("gpuidle_model", "gpuidle_role"))
     assert found == [
-        '{alertname="GpuidleDecodePoolUnderfilled", gpuidle_model="few-rows", gpuidle_role="decode"}'
+        '{alertname="GpuidleDecodePoolUnderfilled", gpuidle_model="half-empty", gpuidle_role="decode"}'
     ]
 
 
