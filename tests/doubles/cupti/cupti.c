@@ -77,17 +77,25 @@ static uint64_t monotonic(void)
     return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
 }
 
+static int64_t clock_offset;
+static double clock_rate;
+
 static uint64_t cupti_now(void)
 {
-    static double offset, rate;
     static int read_once;
     if (!read_once || decodes % 2 == 0) {
-        offset = scenario_number("clock_offset_ns", 0);
-        rate = scenario_number("clock_drift_ppm", 0) * 1e-6;
+        clock_offset = (int64_t)scenario_number("clock_offset_ns", 0);
+        clock_rate = scenario_number("clock_drift_ppm", 0) * 1e-6;
         read_once = 1;
     }
     uint64_t now = monotonic();
-    return now + (int64_t)offset + (int64_t)((double)now * rate);
+    return now + clock_offset + (int64_t)((double)now * clock_rate);
+}
+
+/* The moment of CLOCK_MONOTONIC at which CUPTI's clock shows `time`. */
+static double monotonic_at(uint64_t time)
+{
+    return (double)(int64_t)(time - (uint64_t)clock_offset) / (1 + clock_rate);
 }
 
 EXPORT CUptiResult CUPTIAPI cuptiGetVersion(uint32_t *version)
@@ -389,8 +397,7 @@ EXPORT CUptiResult CUPTIAPI cuptiProfilerHostEvaluateToGpuValues(CUpti_Profiler_
     SIZED(p, CUpti_Profiler_Host_EvaluateToGpuValues_Params);
     const struct image *image = (const struct image *)p->pCounterDataImage;
     if (p->rangeIndex >= image->count || (int)p->numMetrics != known_names) return CUPTI_ERROR_INVALID_PARAMETER;
-    double offset = (double)(int64_t)(cupti_now() - monotonic());
-    double from = (double)image->row[p->rangeIndex].from - offset, to = (double)image->row[p->rangeIndex].to - offset;
+    double from = monotonic_at(image->row[p->rangeIndex].from), to = monotonic_at(image->row[p->rangeIndex].to);
     double high = (high_until(to) - high_until(from)) / (to - from);
     for (size_t i = 0; i < p->numMetrics; i++)
         p->pMetricValues[i] = wave.low[kinds[i]] + (wave.high[kinds[i]] - wave.low[kinds[i]]) * high;
