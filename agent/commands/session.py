@@ -72,6 +72,27 @@ def source_options(command: Command) -> Command:
                 help="A dcgm-exporter, such as http://127.0.0.1:9400 [default: one found on this node].",
             ),
             click.option(
+                "--counters",
+                type=click.Choice(["auto", "pm"]),
+                default="auto",
+                show_default=True,
+                help="'pm' adds PM sampling: counters of each step, with rights (docs/pm-sampling.md).",
+            ),
+            click.option(
+                "--pm-rate",
+                type=click.IntRange(100, 20_000),
+                default=1000,
+                show_default=True,
+                metavar="HZ",
+                help="Samples a second of PM sampling.",
+            ),
+            click.option(
+                "--pm-duty",
+                metavar="ONs/PERIODs",
+                callback=_duty,
+                help="PM sampling in bursts, such as 1s/30s [default: all the time].",
+            ),
+            click.option(
                 "--proc",
                 type=click.Path(path_type=Path, file_okay=False, exists=True),
                 default=Path("/proc"),
@@ -82,6 +103,19 @@ def source_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
+
+
+def _duty(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    from gpuidle.collectors.counters.cupti.rung import parse_duty
+
+    try:
+        return parse_duty(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def price_options(command: Command) -> Command:
@@ -229,6 +263,9 @@ def live_source(
     steps: bool,
     steps_fpm: tuple[tuple[str | None, str], ...],
     dcgm_url: str | None,
+    counters: str,
+    pm_rate: int,
+    pm_duty: tuple[float, float] | None,
     proc: Path,
 ) -> Source:
     """Return the source that reads this machine."""
@@ -238,13 +275,19 @@ def live_source(
     from gpuidle.collectors.counters.gpm import GpmRung
     from gpuidle.collectors.counters.ladder import LadderCollector
     from gpuidle.collectors.counters.nvml import NvmlCollector
+    from gpuidle.collectors.counters.rung import CounterRung
     from gpuidle.collectors.engines.collector import EnginesCollector
     from gpuidle.collectors.engines.track import NamedEndpoint
     from gpuidle.collectors.steps.collector import StepsCollector
     from gpuidle.collectors.steps.fpm import FpmEndpoint
     from gpuidle.collectors.table import ENGINES
 
-    rungs = (GpmRung(), DcgmRung(dcgm_url, proc=proc))
+    rungs: list[CounterRung] = [GpmRung(), DcgmRung(dcgm_url, proc=proc)]
+    if counters == "pm" or pm_duty is not None:
+        from gpuidle.collectors.counters.cupti.rung import CuptiPmRung, PmOptions
+
+        on_s, period_s = pm_duty or (0.0, 0.0)
+        rungs.insert(0, CuptiPmRung(PmOptions(rate_hz=pm_rate, duty_on_s=on_s, duty_period_s=period_s), proc))
     gpus = LatestGpus(LadderCollector(NvmlCollector(proc), rungs))
     engines = LatestEngines(
         EnginesCollector(
