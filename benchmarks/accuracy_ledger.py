@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.nodes import steady_node, trace_node
+from msgspec.structs import replace
 
 from gpuidle.agent.analysis.analyzer import Analyzer
 from gpuidle.agent.model import CAUSES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gpuidle.agent.analysis.fastphase import Levels
 from gpuidle.agent.analysis.pace import DecodePace
@@ -23,8 +24,7 @@ from gpuidle.agent.model import (
 NOTHING = Shares(window_ns=0)
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """One settled window of a GPU, for trailing integrals. Times in ns of the window, bytes, FLOPs."""
 
     end_ns: int
@@ -40,37 +40,35 @@ class Settled:
     """What the roofline allows for the window's work."""
 
 
-@dataclass
-class GpuTrack:
+class GpuTrack(msgspec.Struct):
     """One device."""
 
     reading: GpuReading
     """The last one; static facts only once the device is lost."""
     last_seen_ns: int
-    causes_total_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-    phases_total_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    causes_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    causes_total_ns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    phases_total_ns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    causes_ns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     estimated: tuple[str, ...] = ()
     window_ns: int = 0
     shares: Shares = NOTHING
     rung: Rung = "nvml"
-    trailing: deque[Settled] = field(default_factory=deque)
+    trailing: deque[Settled] = msgspec.field(default_factory=deque)
     useful_debt_ns: float = 0.0
     """Useful time booked by tokens that the pipe had not room for in their windows."""
     decode_pipe_ratio: float | None = None
     """Tensor-active share of busy time in windows that were decode alone."""
     reclaimable_total_ns: int | None = None
-    gains: Known = field(default_factory=dict)
-    levels: Levels = field(default_factory=Levels)
-    counters: deque[CounterSeries] = field(default_factory=deque)
+    gains: Known = {}
+    levels: Levels = msgspec.field(default_factory=Levels)
+    counters: deque[CounterSeries] = msgspec.field(default_factory=deque)
     counted_ns: int | None = None
     """End of the last sample; None: no fast counter was seen."""
     sample_ns: int = 0
     """Width of the last sample."""
 
 
-@dataclass
-class EngineTrack:
+class EngineTrack(msgspec.Struct):
     """One engine."""
 
     reading: EngineReading
@@ -81,13 +79,13 @@ class EngineTrack:
     last_sums: Sums | None = None
     cadence_ns: int = 0
     """Time between its last two readings with counters: ten ticks where only the whole page is given."""
-    sums: deque[Sums] = field(default_factory=deque)
+    sums: deque[Sums] = msgspec.field(default_factory=deque)
     """Windows that are not settled yet, late prompts given back."""
-    prefix: deque[tuple[int, int, int]] = field(default_factory=deque)
+    prefix: deque[tuple[int, int, int]] = msgspec.field(default_factory=deque)
     """(end_ns, queries, hits) of the trailing window."""
     prefix_last: tuple[int, int] | None = None
-    steps: deque[StepSeries] = field(default_factory=deque)
-    pace: DecodePace = field(default_factory=DecodePace)
+    steps: deque[StepSeries] = msgspec.field(default_factory=deque)
+    pace: DecodePace = msgspec.field(default_factory=DecodePace)
     pace_ns: float | None = None
     """Time of a decode-only step in the last settled window that told it."""
     gap_ns: float | None = None
@@ -95,7 +93,7 @@ class EngineTrack:
     prompt_token_ns: float | None = None
     """Time of a prompt token in chunks that ran alone."""
     shares: Shares = NOTHING
-    steps_total: dict[str, int] = field(default_factory=dict)
+    steps_total: dict[str, int] = {}
     prefill_total: int | None = None
     decode_total: int | None = None
     draft_total: int | None = None
@@ -104,8 +102,7 @@ class EngineTrack:
     flops_total: float | None = None
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(msgspec.Struct, frozen=True):
     """A window between two snapshots that waits for late tokens and for the steps after it."""
 
     start_ns: int

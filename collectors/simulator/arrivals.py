@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from random import Random
+
+from msgspec.structs import replace
 
 from gpuidle.collectors.simulator.scenario import (
     SECOND_NS,

@@ -9,8 +9,9 @@ computed again later. A cached prefix costs neither time nor tokens, but each se
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from random import Random
+
+import msgspec
 
 from gpuidle.collectors.simulator.arrivals import Feed
 from gpuidle.collectors.simulator.costs import Cost, Costs, Load
@@ -50,8 +51,7 @@ class Sequence:
         self.preempted = False
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """One forward pass. `ready_ns` is when the engine had work, `start_ns` when the GPU had it."""
 
     ready_ns: int
@@ -75,8 +75,7 @@ class Step:
     prefix_hit_tokens: int
 
 
-@dataclass(slots=True)
-class VllmCounters:
+class VllmCounters(msgspec.Struct):
     """What the engine tells on its metrics page: moved at the end of a step, gauges as they stood then."""
 
     prompt_tokens: int = 0

@@ -8,9 +8,9 @@ fast counters alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -135,8 +135,7 @@ def _amounts(steps: Sequence[Step]) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(Integrals._fields))
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """Fast counters: where they are said to come from, and how often."""
 
     rung: Rung

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
+
+import msgspec
 
 from gpuidle.agent.clock import Instant
 from gpuidle.agent.model import (
@@ -47,8 +48,7 @@ GPM_10_HZ = Sampling(rung="nvml_gpm", hz=10.0)
 CUPTI_100_HZ = Sampling(rung="cupti_pm", hz=100.0)
 
 
-@dataclass(frozen=True)
-class Visible:
+class Visible(msgspec.Struct, frozen=True):
     """What the reader of the node is given to see. The truth is the same whatever it is."""
 
     gpus: bool = True
@@ -245,7 +245,7 @@ class SimulatedNode:
 def simulate(
     scenario: Scenario,
     *,
-    visible: Visible = Visible(),
+    visible: Visible = Visible(),  # noqa: B008 - frozen
     tick_ns: int = SECOND_NS,
     start: Instant = START,
 ) -> Iterator[tuple[Snapshot, Truth]]:

@@ -7,7 +7,8 @@ Times are nanoseconds since the start of the simulation, sizes tokens. Everythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 SECOND_NS = 1_000_000_000
 
@@ -16,8 +17,7 @@ class ScenarioError(ValueError):
     """A scenario that cannot be: the message names the engine or GPU and what does not fit."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request: it arrives, its prompt is computed but for the cached prefix, it gets its tokens."""
 
     arrival_ns: int
@@ -33,8 +33,7 @@ class Request:
             raise ScenarioError(f"a prefix hit leaves at least one prompt token to compute: {self}")
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(msgspec.Struct, frozen=True):
     """A kind of request: prompt and output are drawn evenly from the two ranges, ends included."""
 
     prompt: tuple[int, int]
@@ -47,8 +46,7 @@ class Sizes:
 Mix = tuple[Sizes, ...]
 
 
-@dataclass(frozen=True)
-class Listed:
+class Listed(msgspec.Struct, frozen=True):
     """These requests, in order of arrival."""
 
     requests: tuple[Request, ...]
@@ -59,8 +57,7 @@ class Listed:
             raise ScenarioError("listed requests stand in order of arrival")
 
 
-@dataclass(frozen=True)
-class Poisson:
+class Poisson(msgspec.Struct, frozen=True):
     """Independent users: exponential times between arrivals, from `start_ns` until `stop_ns`."""
 
     per_second: float
@@ -69,8 +66,7 @@ class Poisson:
     stop_ns: int | None = None
 
 
-@dataclass(frozen=True)
-class Burst:
+class Burst(msgspec.Struct, frozen=True):
     """`count` requests at one moment."""
 
     at_ns: int
@@ -82,8 +78,7 @@ class Burst:
             raise ScenarioError(f"a burst has requests, and a time: {self}")
 
 
-@dataclass(frozen=True)
-class Cycle:
+class Cycle(msgspec.Struct, frozen=True):
     """The same parts again every `period_ns`, for ever; what no part fills is an idle spell."""
 
     period_ns: int
@@ -103,8 +98,7 @@ class Cycle:
                 raise ScenarioError(f"a part of a cycle ends within its period: {part}")
 
 
-@dataclass(frozen=True)
-class ClosedLoop:
+class ClosedLoop(msgspec.Struct, frozen=True):
     """`users` who each wait for their answer, think, and ask again, from `start_ns` until `stop_ns`."""
 
     users: int
@@ -118,8 +112,7 @@ OpenArrivals = Listed | Poisson | Burst | Cycle
 Arrivals = OpenArrivals | ClosedLoop
 
 
-@dataclass(frozen=True)
-class GpuSpec:
+class GpuSpec(msgspec.Struct, frozen=True):
     """One card. Peaks come from the table of peaks by name and memory size."""
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -136,8 +129,7 @@ class GpuSpec:
     """Of the sheet's bandwidth, what the best copy reaches: time that DRAM needs is counted at this rate."""
 
 
-@dataclass(frozen=True)
-class EngineSpec:
+class EngineSpec(msgspec.Struct, frozen=True):
     """One engine that serves one model on its own GPUs, scheduling as vLLM V1 does.
 
     The efficiencies are shares of the sheet's peaks that the kernels reach: 0.45 of compute in prefill
@@ -186,8 +178,7 @@ class EngineSpec:
         return self.kv_blocks * self.kv_block_tokens
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(msgspec.Struct, frozen=True):
     """A node. A GPU that no engine holds stands there unallocated."""
 
     seed: int

@@ -8,23 +8,22 @@ zero less often and may differ a little where steps of different kinds share the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+
+import msgspec
 
 from gpuidle.agent.model import Cause, Phase
 from gpuidle.collectors.simulator.costs import STEP_CAUSES
 from gpuidle.collectors.simulator.engine import Step
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """GPU time by phase and by cause, in nanoseconds; each of the two sums to the window."""
 
     phases_ns: dict[Phase, int]
     causes_ns: dict[Cause, int]
 
 
-@dataclass(frozen=True)
-class EngineWork:
+class EngineWork(msgspec.Struct, frozen=True):
     """What the steps that ended in a window did. FLOPs are of all GPUs of the engine together."""
 
     prompt_tokens: int = 0
@@ -42,8 +41,7 @@ class EngineWork:
     preemptions: int = 0
 
 
-@dataclass(frozen=True)
-class GpuTruth:
+class GpuTruth(msgspec.Struct, frozen=True):
     """One GPU: the tick, and all since the start of the simulation."""
 
     hw_id: str
@@ -51,8 +49,7 @@ class GpuTruth:
     total: Split
 
 
-@dataclass(frozen=True)
-class EngineTruth:
+class EngineTruth(msgspec.Struct, frozen=True):
     """One engine: the tick, and all since the start of the simulation."""
 
     engine_id: str
@@ -60,8 +57,7 @@ class EngineTruth:
     total: EngineWork
 
 
-@dataclass(frozen=True)
-class Truth:
+class Truth(msgspec.Struct, frozen=True):
     """The truth of one tick, beside the Snapshot of the same `monotonic_ns`."""
 
     monotonic_ns: int
@@ -172,7 +168,9 @@ def work_of(steps: Iterable[Step], gpus: int) -> EngineWork:
 
 def add_work(one: EngineWork, other: EngineWork) -> EngineWork:
     """Return the sum of two windows."""
-    return EngineWork(*(getattr(one, f.name) + getattr(other, f.name) for f in fields(EngineWork)))
+    return EngineWork(
+        *(getattr(one, f.name) + getattr(other, f.name) for f in msgspec.structs.fields(EngineWork))
+    )
 
 
 def add_split(one: Split, other: Split) -> Split:

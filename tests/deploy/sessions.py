@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from gpuidle.agent.analysis.analyzer import Analyzer, Settings
 from gpuidle.agent.model import Frame, Snapshot

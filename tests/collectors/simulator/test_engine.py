@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 from tests.collectors.simulator.nodes import SMALL, asked, counters_of, node, ran, steps_of
 
 from gpuidle.collectors.simulator.scenario import (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.collectors.simulator.nodes import asked, node, ran, steps_of
 
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, GpuReading, Snapshot

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.collectors.simulator.nodes import SMALL, asked, counters_of, node, ran, steps_of
 
 from gpuidle.agent.model import RATIO_STEP

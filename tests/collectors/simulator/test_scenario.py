@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.collectors.simulator.nodes import SMALL, asked, node, ran, requests_of
 
 from gpuidle.collectors.simulator.node import simulate

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 from tests.agent.fakes import FakeClock
 from tests.collectors.simulator.nodes import asked, node, ran
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.collectors.simulator.nodes import asked, counters_of, node, ran, steps_of
 
 from gpuidle.collectors.simulator.scenario import SECOND_NS, Request
