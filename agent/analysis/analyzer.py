@@ -15,10 +15,11 @@ from typing import TypeAlias
 import msgspec
 
 from gpuidle.agent.analysis.activity import activity, without_stale_rest
+from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, settle_engine, sums_within
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
 from gpuidle.agent.analysis.prompts import give_back
 from gpuidle.agent.analysis.rates import Sums, sums_between
-from gpuidle.agent.analysis.settle import EngineWindow, holders, settle_engine, settle_gpu, sums_within
+from gpuidle.agent.analysis.settle import settle_gpu
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Frame, Problem, Snapshot
 from gpuidle.agent.physics.served import served_shape

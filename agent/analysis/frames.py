@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from gpuidle.agent.analysis.settle import device_peaks
+from gpuidle.agent.analysis.enginewindow import device_peaks
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Settled
 from gpuidle.agent.model import EngineFrame, EngineReading, Evidence, Figure, GpuFrame, Peak, Rung, Snapshot
 from gpuidle.agent.physics.shapes import ModelShape

@@ -1,0 +1,157 @@
+"""What one engine did in one window that settles: sums or steps, work, phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+
+from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
+from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.stepwork import Steps, steps_of, summed
+from gpuidle.agent.analysis.tracks import EngineTrack, Pending
+from gpuidle.agent.analysis.windowwork import (
+    DecodeStep,
+    WindowWork,
+    decode_step,
+    window_work,
+)
+from gpuidle.agent.model import EngineReading, GpuReading, Shares
+from gpuidle.agent.physics.peaks import DevicePeaks, find_peaks
+from gpuidle.agent.physics.shapes import ModelShape
+
+
+class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine in one settled window."""
+
+    reading: EngineReading
+    sums: Sums | None
+    steps: StepWindow | None
+    work: WindowWork | None
+    """Per GPU of the engine."""
+    shape: ModelShape | None
+    priced: Steps | None
+    """Exact steps with their work."""
+    decode: DecodeStep | None
+    """A decode-only step of this window, on one GPU."""
+    lent: WindowWork | None
+    """Work booked in the next window, where this one computed prompts whose tokens come only then."""
+    gap_ns: float | None
+    """Inactive time a step while requests are running."""
+    clues: Clues
+    shares: Shares
+
+
+_peaks = lru_cache(maxsize=64)(find_peaks)
+
+
+def device_peaks(reading: GpuReading) -> DevicePeaks | None:
+    """Return the peaks of a device by its name and memory size."""
+    return _peaks(reading.name, reading.memory_total_bytes)
+
+
+def holders(gpus: Sequence[GpuReading], engines: Sequence[EngineReading]) -> dict[str, tuple[str, ...]]:
+    """Return the devices that each engine's processes hold, by engine_id."""
+    held: dict[str, tuple[str, ...]] = {}
+    for engine in sorted(engines, key=lambda e: e.engine_id):
+        pids = set(engine.pids)
+        held[engine.engine_id] = tuple(
+            gpu.hw_id for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())
+        )
+    return held
+
+
+def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | None:
+    """Return the sums that belong to [start_ns, end_ns): the engine is read near the tick, not on it.
+
+    One reading interval that covers most of the window, and little else, is taken whole. An interval that
+    spans several windows (a scrape failed) is shared out evenly. None where less than half is covered.
+    """
+    parts = [(w, max(0, min(w.end_ns, end_ns) - max(w.start_ns, start_ns))) for w in windows]
+    parts = [(w, overlap) for w, overlap in parts if overlap > 0]
+    if sum(overlap for _, overlap in parts) < 0.5 * (end_ns - start_ns):
+        return None
+    best, overlap = max(parts, key=lambda part: part[1])
+    if overlap >= 0.6 * best.window_ns and overlap >= 0.6 * (end_ns - start_ns):
+        return best
+    share = min(1.0, overlap / best.window_ns)
+    scaled = {
+        name: None if value is None else round(value * share)
+        for name in ("prefill_tokens", "generated_tokens", "first_tokens", "counted_steps")
+        for value in (getattr(best, name),)
+    }
+    return msgspec.structs.replace(best, **scaled, start_ns=start_ns, end_ns=end_ns)
+
+
+def settle_engine(
+    track: EngineTrack,
+    reading: EngineReading,
+    window: Pending,
+    shape: ModelShape | None,
+    busy_ns: float | None,
+) -> EngineWindow:
+    """Return what the engine did; `busy_ns` is the mean over its GPUs, None without counters."""
+    sums = sums_within(list(track.sums), window.start_ns, window.end_ns)
+    steps = shares_from_steps(list(track.steps), window.start_ns, window.end_ns)
+    window_ns = window.end_ns - window.start_ns
+    later_ns = window.end_ns - window_ns // 3
+    following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
+    priced = None
+    if shape is not None and steps is not None and reading.parallelism.data == 1:
+        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading)
+    pace_ns: float | None = None
+    decode: DecodeStep | None = None
+    if sums is not None and priced is None:
+        decode = None if shape is None else decode_step(shape, sums, reading)
+        traffic = None if decode is None else decode.bytes_moved
+        if sums.moved:
+            track.pace.learn(sums, following, float(window_ns) if busy_ns is None else busy_ns, traffic)
+        pace_ns = track.pace.step_ns(sums, traffic)
+        track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
+    if sums is not None and sums.always_running and busy_ns is not None and sums.counted_steps:
+        # The smallest that lasts: a window may also hold a spell without a request.
+        gap = max(0.0, window_ns - busy_ns) / sums.counted_steps
+        past = track.gap_ns
+        track.gap_ns = gap if past is None else past + (0.2 if gap < past else 0.01) * (gap - past)
+    clues = Clues(
+        window_ns=window_ns,
+        busy_ns=busy_ns,
+        pace_ns=pace_ns,
+        max_batched_tokens=reading.limits.max_batched_tokens,
+        prompt_token_ns=track.prompt_token_ns,
+        following=following,
+    )
+    if steps is not None:
+        shares = steps.shares
+        for phase, count in steps.steps.items():
+            track.steps_total[phase] = track.steps_total.get(phase, 0) + count
+    else:
+        shares = shares_from_sums(sums, clues)
+    work: WindowWork | None = None
+    if priced is not None:
+        work = summed(priced, reading.parallelism.tensor)
+    elif shape is not None and sums is not None:
+        work = window_work(shape, sums, reading)
+    if work is not None:
+        gpus = reading.parallelism.tensor * reading.parallelism.pipeline * reading.parallelism.data
+        track.flops_total = (track.flops_total or 0.0) + work.flops * gpus
+    lent = None
+    if shape is not None and following is not None and sums is not None and priced is None:
+        begun = shares.prefill_ns + shares.mixed_ns
+        if begun and not sums.first_tokens and following.first_tokens:
+            lent = window_work(shape, following, reading)
+    track.shares = shares
+    return EngineWindow(
+        reading=reading,
+        sums=sums,
+        steps=steps,
+        work=work,
+        shape=shape,
+        priced=priced,
+        decode=decode,
+        lent=lent,
+        gap_ns=track.gap_ns,
+        clues=clues,
+        shares=shares,
+    )

@@ -1,0 +1,218 @@
+"""What is known of one device in one window that settles: the evidence that the ledger books."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from gpuidle.agent.analysis.activity import Activity
+from gpuidle.agent.analysis.enginewindow import EngineWindow
+from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
+from gpuidle.agent.analysis.stepwork import step_terms
+from gpuidle.agent.analysis.tracks import GpuTrack, Pending
+from gpuidle.agent.analysis.windowwork import (
+    REACHABLE_BANDWIDTH_RATIO,
+)
+from gpuidle.agent.model import GpuReading
+from gpuidle.agent.physics.peaks import DevicePeaks
+
+TENSOR_CEILING_RATIO = 1.0
+"""What the tensor pipe's counter reaches at most (0.5 on GeForce: peaks of such cards are not used here)."""
+
+Throttle = Literal["throttled_power", "throttled_thermal", "throttled_other"]
+
+
+def _owner(
+    reading: GpuReading | None, engines: Sequence[EngineWindow]
+) -> Literal["engine", "foreign", "starting", "suspended", "unallocated"]:
+    if engines:
+        states = {engine.reading.state for engine in engines}
+        if states == {"starting"}:
+            return "starting"
+        return "suspended" if states == {"asleep"} else "engine"
+    if reading is None or reading.processes is None:
+        return "engine"
+    return "foreign" if reading.processes else "unallocated"
+
+
+def _idle_because(engines: Sequence[EngineWindow]) -> IdleBecause:
+    """Say why the device was inactive, as far as its engines tell."""
+    if not engines:
+        return "unattributed"
+    if any(e.sums is None and e.reading.counters is None for e in engines):
+        return "unobserved"
+    if any(e.sums is None for e in engines):
+        return "unattributed"
+    if all(e.sums is not None and e.sums.at_rest for e in engines):
+        return "no_request"
+    if any(e.sums is not None and e.sums.always_running for e in engines):
+        return "host_gap"
+    if all(e.steps is not None for e in engines):
+        return "no_request"  # the steps told the gaps with requests apart already
+    return "unattributed"
+
+
+def evidence_of(
+    track: GpuTrack,
+    window: Pending,
+    reading: GpuReading | None,
+    seen: Activity,
+    engines: Sequence[EngineWindow],
+    peaks: DevicePeaks | None,
+) -> Evidence:
+    """Return what is known of the device in the window; `engines` are those with a process on it."""
+    window_ns = window.end_ns - window.start_ns
+    clock = 1.0
+    if peaks is not None and peaks.sheet_clock_hz and seen.sm_clock_hz:
+        clock = seen.sm_clock_hz / peaks.sheet_clock_hz
+    seconds = useful_s(engines, peaks)
+    memory_ns, measured = _memory_ns(seen, engines, peaks)
+    because = _idle_because(engines)
+    useful_ns = None if seconds is None else seconds[1] * 1e9 / max(1.0, clock)
+    tensor_ns = None if seen.tensor_ns is None else seen.tensor_ns / TENSOR_CEILING_RATIO
+    if useful_ns is not None and tensor_ns is not None and (tensor_ns >= 0.5 * useful_ns or not useful_ns):
+        useful_ns = _pay(track, useful_ns, tensor_ns, seen, engines, peaks)
+    host_gap = _host_gap(window_ns, seen, engines)
+    one = engines[0] if len(engines) == 1 else None
+    excess, talk = _excess(track, seen, one, peaks)
+    return Evidence(
+        window_ns=window_ns,
+        observed_ns=seen.observed_ns if seen.rung != "nvml" or reading is not None else 0,
+        active_ns=seen.active_ns,
+        active_measured=seen.active_measured,
+        tensor_ns=tensor_ns,
+        useful_ns=useful_ns,
+        memory_ns=memory_ns,
+        memory_measured=measured,
+        memory_excess_ns=excess,
+        padding_ns=_padding(one, peaks),
+        split_rest=one is not None and one.work is not None and memory_ns is not None,
+        communication_ns=talk,
+        clock_ratio=clock,
+        throttle=_throttle(reading),
+        idle_because="no_request" if host_gap is not None else because,
+        host_gap_ns=host_gap,
+        owner=_owner(reading, engines),
+    )
+
+
+def _padding(engine: EngineWindow | None, peaks: DevicePeaks | None) -> float | None:
+    """Estimate the padding of the decode steps of a window, where no counter shows the pipe."""
+    if engine is None or engine.decode is None or peaks is None or not engine.clues.pace_ns:
+        return None
+    steps = engine.shares.decode_ns / engine.clues.pace_ns
+    return steps * engine.decode.pipe_s(peaks) * 1e9 * engine.decode.padding_ratio
+
+
+def _pay(
+    track: GpuTrack,
+    useful_ns: float,
+    tensor_ns: float,
+    seen: Activity,
+    engines: Sequence[EngineWindow],
+    peaks: DevicePeaks | None,
+) -> float:
+    """Return the useful time that the pipe had room for: tokens are booked late.
+
+    What is booked beyond it is owed to the next windows; what this window computed of prompts that end in
+    the next is taken from that.
+    """
+    owed = useful_ns + track.useful_debt_ns
+    lent_ns = 0.0
+    if len(engines) == 1 and engines[0].lent is not None and peaks is not None and seen.active_ns:
+        begun = engines[0].shares.prefill_ns + engines[0].shares.mixed_ns
+        lent_s = engines[0].lent.useful_s(peaks)
+        room = max(0.0, tensor_ns * min(1.0, begun / seen.active_ns) - owed)
+        lent_ns = min(room, (lent_s or 0.0) * 1e9)
+    paid = min(max(0.0, owed + lent_ns), tensor_ns)
+    track.useful_debt_ns = max(-1e9, min(owed - paid, 1e9))
+    return paid
+
+
+def _host_gap(window_ns: int, seen: Activity, engines: Sequence[EngineWindow]) -> float | None:
+    """Return the inactive time that the host took of a single engine's window; None: it cannot be told.
+
+    Exact steps tell; else each step takes what steps took while requests were running all the time.
+    """
+    if len(engines) != 1 or seen.active_ns is None:
+        return None
+    engine = engines[0]
+    if engine.steps is not None:
+        return float(engine.steps.gap_with_requests_ns)
+    sums = engine.sums
+    if sums is None or sums.reset or sums.counted_steps is None or engine.gap_ns is None:
+        return None
+    if not sums.moved:
+        return None if any(sums.running) or any(sums.waiting) else 0.0
+    inactive = max(0.0, window_ns - seen.active_ns)
+    usual = sums.counted_steps * engine.gap_ns
+    if sums.always_running and inactive <= 3 * usual:
+        return inactive
+    return min(inactive, usual)
+
+
+def _excess(
+    track: GpuTrack, seen: Activity, engine: EngineWindow | None, peaks: DevicePeaks | None
+) -> tuple[float | None, float | None]:
+    """Return what DRAM needs beyond the pipe's time, part by part of the window, and the time of messages."""
+    if engine is None or peaks is None:
+        return None, None
+    reachable = peaks.memory_bytes_per_s * REACHABLE_BANDWIDTH_RATIO
+    ranks = engine.reading.parallelism.tensor
+    if engine.priced is not None:
+        rows = [s for s in track.counters if s.rung == seen.rung]
+        terms = step_terms(engine.priced, rows, peaks, reachable, ranks)
+        return terms.memory_ns, terms.communication_ns
+    talk = None if engine.work is None else engine.work.collectives_ns
+    shares, clues = engine.shares, engine.clues
+    if seen.active_ns is None or engine.decode is None or not clues.pace_ns or engine.sums is None:
+        return None, talk
+    # Decode steps and the rest apart: their traffic is known, so is what the pipe does in decode alone.
+    decode_ns = float(shares.decode_ns)
+    steps = decode_ns / clues.pace_ns
+    memory = steps * engine.decode.bytes_moved / reachable * 1e9
+    pipe = steps * engine.decode.pipe_s(peaks) * 1e9
+    if track.decode_pipe_ratio is not None:
+        pipe = track.decode_pipe_ratio * decode_ns
+    if seen.dram_bytes is not None:
+        memory = min(memory, seen.dram_bytes / reachable * 1e9)
+    return min(decode_ns, max(0.0, memory - pipe)), talk
+
+
+def useful_s(engines: Sequence[EngineWindow], peaks: DevicePeaks | None) -> tuple[float, float, float] | None:
+    """Return low, estimate, high of the useful FLOPs over the peaks in seconds; None if a part is unknown."""
+    if peaks is None or not engines:
+        return None
+    low = middle = high = 0.0
+    for engine in engines:
+        if engine.sums is not None and engine.sums.at_rest:
+            continue
+        seconds = None if engine.work is None else engine.work.useful_s(peaks)
+        if engine.work is None or seconds is None:
+            return None
+        whole = engine.work.flops
+        middle += seconds
+        low += seconds * engine.work.flops_low / whole if whole else 0.0
+        high += seconds * engine.work.flops_high / whole if whole else 0.0
+    return low, middle, high
+
+
+def _memory_ns(
+    seen: Activity, engines: Sequence[EngineWindow], peaks: DevicePeaks | None
+) -> tuple[float | None, bool]:
+    if peaks is None:
+        return None, False
+    reachable = peaks.memory_bytes_per_s * REACHABLE_BANDWIDTH_RATIO
+    if seen.dram_bytes is not None:
+        return seen.dram_bytes / reachable * 1e9, True
+    moved = [engine.work.bytes_moved if engine.work is not None else None for engine in engines]
+    if not moved or any(value is None for value in moved):
+        return None, False
+    return sum(value or 0.0 for value in moved) / reachable * 1e9, False
+
+
+def _throttle(reading: GpuReading | None) -> Throttle:
+    events = set(reading.clock_events or ()) if reading is not None else set()
+    if events & {"power_cap", "hw_power_brake"}:
+        return "throttled_power"
+    return "throttled_thermal" if events & {"sw_thermal", "hw_thermal"} else "throttled_other"
