@@ -20,7 +20,17 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.deploy.promql import RULES
 from tests.doubles.nvml import Gpu, Process, Scenario, build, environment
+from tests.live.monitoring import (
+    ALERTMANAGER,
+    PROMETHEUS,
+    Webhook,
+    alertmanager,
+    hurried,
+    prometheus,
+    until,
+)
 from tests.live.receiver import Receiver
 from tests.live.server import CHUNK_TOKENS, MODEL, Ask, Server
 
@@ -281,6 +291,31 @@ def test_nothing_is_idle_and_not_asked_for(agent: Agent, double: Double) -> None
     assert why["no_request"] == pytest.approx(sum(why.values()), abs=0.01)
     assert empty["unallocated"] == pytest.approx(sum(empty.values()), abs=0.01)
     assert sum(why.values()) > 1
+
+
+@pytest.mark.skipif(
+    PROMETHEUS is None or ALERTMANAGER is None, reason="no Prometheus or no Alertmanager on this machine"
+)
+def test_an_engine_that_nobody_asks_reaches_a_webhook(agent: Agent, double: Double, tmp_path: Path) -> None:
+    """vLLM -> gpuidle -> Prometheus -> rules -> Alertmanager -> webhook, all of them real."""
+    double.set_busy(0)
+    time.sleep(SETTLED_S)
+    webhook = Webhook()
+    target = agent.url.removeprefix("http://").removesuffix("/metrics")
+    rules = [hurried(path, tmp_path) for path in RULES]
+    with (
+        alertmanager(tmp_path, webhook) as manager,
+        prometheus(tmp_path, target, rules, manager, "cpu-node") as server,
+    ):
+        wanted = {"GpuidleModelUnused", "GpuidleGpuUnallocated"}
+        until(lambda: webhook.firing() >= wanted, f"these alerts come: {wanted}")
+        mine = f'{{gpuidle_engine_id="{agent.engine_id}"}}'
+        decode = server.query(f"gpuidle_engine_tokens_total{mine[:-1]},gpuidle_phase='decode'}}")
+        assert [float(row["value"][1]) for row in decode] == [agent.tokens()[1]]
+    webhook.close()
+    unused = [a for a in webhook.alerts if a["labels"]["alertname"] == "GpuidleModelUnused"]
+    assert {alert["labels"]["gpuidle_model"] for alert in unused} == {"tiny"}
+    assert "cpu-node" in unused[0]["annotations"]["summary"]
 
 
 def test_prometheus_and_otlp_tell_the_same_ledger(agent: Agent, receiver: Receiver) -> None:
