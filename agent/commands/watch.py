@@ -169,7 +169,8 @@ class _Once:
         self.frames.append(frame)
         seen = len(self.frames)
         settled = all(gpu.window_ns for gpu in frame.gpus) and all(e.phases.window_ns for e in frame.engines)
-        enough = seen >= self._least and (settled or seen >= self._least + ONCE_LONGEST)
+        whole = settled and all(run.ok for run in frame.runs)  # a tick that a collector missed is no report
+        enough = seen >= self._least and (whole or seen >= self._least + ONCE_LONGEST)
         if enough and not self._endless:
             self._done = True
             self._stop()
