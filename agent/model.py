@@ -518,6 +518,29 @@ class GpuFrame(msgspec.Struct, frozen=True, kw_only=True):
     """Errors that the driver reported since the agent started, by kind."""
 
 
+DURATION_SCALE = 3
+"""Scale of `Durations` as OTLP's exponential histograms define it: 2**3 buckets to a power of two."""
+
+
+class Durations(msgspec.Struct, frozen=True, kw_only=True):
+    """How long something took, counted: bucket i holds 2**(i/8) < seconds <= 2**((i+1)/8).
+
+    That is a relative error of at most 4.4 % for a value taken from the middle of its bucket, and every
+    power of two is an edge. An int64 of nanoseconds needs 504 buckets at most.
+    """
+
+    offset: int
+    """i of the first count."""
+    counts: tuple[int, ...]
+    """Consecutive buckets; the first and the last are above 0."""
+    sum_ns: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum(self.counts)
+
+
 class EngineFrame(msgspec.Struct, frozen=True, kw_only=True):
     """One engine in one frame; totals count from the agent's start."""
 
@@ -552,6 +575,8 @@ class EngineFrame(msgspec.Struct, frozen=True, kw_only=True):
     executed_flops_total: float | None = None
     steps_total: dict[str, int] = {}
     """By phase, where steps are known."""
+    step_durations: dict[str, Durations] = {}
+    """By phase, where steps and their tokens are known."""
     phases: Shares
     """The last settled window."""
     requests_running: int | None = None

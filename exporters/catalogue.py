@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from gpuidle.agent.model import PHASES, Frame
@@ -34,6 +33,7 @@ from gpuidle.exporters.feeds import (
     Point,
     busy_ratio,
     causes,
+    clean,
     device,
     engine_info,
     errors,
@@ -48,10 +48,8 @@ from gpuidle.exporters.feeds import (
     rungs,
     trailing,
 )
+from gpuidle.exporters.histograms import HISTOGRAMS, Histogram
 from gpuidle.exporters.naming import Kind, prometheus_name
-
-_LABEL_LIMIT = 256
-
 
 T = TypeVar("T")
 
@@ -77,13 +75,14 @@ class Metric(Generic[T]):
         return prometheus_name(self.name, self.unit, self.kind)
 
 
-AnyMetric = Metric[Frame] | Metric[AgentReading]
+NumberMetric = Metric[Frame] | Metric[AgentReading]
+AnyMetric = NumberMetric | Histogram
 
 
 class MetricPoints(NamedTuple):
     """A row of the catalogue with its points of the moment; there is at least one."""
 
-    metric: AnyMetric
+    metric: NumberMetric
     points: tuple[Point, ...]
 
 
@@ -107,14 +106,8 @@ def _sound(metric: Metric[T], subject: T) -> tuple[Point, ...]:
     for attributes, value in metric.read(subject):
         if not math.isfinite(value) or (metric.kind == "counter" and value < 0):
             continue
-        found.setdefault(tuple((name, _clean(text)) for name, text in attributes), value)
+        found.setdefault(tuple((name, clean(text)) for name, text in attributes), value)
     return tuple(Point(attributes, value) for attributes, value in found.items())
-
-
-@lru_cache(maxsize=4096)
-def _clean(text: str) -> str:
-    """Return a label value that every encoder takes: valid UTF-8 of bounded length."""
-    return text[:_LABEL_LIMIT].encode("utf-8", "replace").decode("utf-8")
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -423,5 +416,5 @@ AGENT_METRICS: tuple[Metric[AgentReading], ...] = (
     ),
 )
 
-CATALOGUE: tuple[AnyMetric, ...] = (*FRAME_METRICS, *AGENT_METRICS)
+CATALOGUE: tuple[AnyMetric, ...] = (*FRAME_METRICS, *HISTOGRAMS, *AGENT_METRICS)
 """Everything that can be published, in the order in which it is."""

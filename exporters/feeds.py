@@ -6,6 +6,7 @@ The identity rules stand in `catalogue`; the two functions that build identities
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from gpuidle.agent.model import CAUSES, PHASES, RUNGS, EngineFrame, Figure, Frame, GpuFrame
@@ -33,12 +34,20 @@ UNKNOWN_ENGINE = "unknown"
 SHARED = "shared"
 """The same where several engines hold the GPU."""
 
+_LABEL_LIMIT = 256
+
 
 class Point(NamedTuple):
     """One value of one series."""
 
     attributes: Attributes
     value: Number
+
+
+@lru_cache(maxsize=4096)
+def clean(text: str) -> str:
+    """Return a label value that every encoder takes: valid UTF-8 of bounded length."""
+    return text[:_LABEL_LIMIT].encode("utf-8", "replace").decode("utf-8")
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -178,6 +187,13 @@ def engine_info(frame: Frame) -> Iterator[Point]:
 # Of engines
 
 
+def engine_identity(engine: EngineFrame) -> Attributes | None:
+    """Return what names an engine's series; None until it is complete."""
+    if engine.model is None:
+        return None
+    return tuple(zip(ENGINE, (engine.engine_id, engine.engine, engine.model, engine.role), strict=True))
+
+
 def per_engine(
     *values: tuple[Attributes, Callable[[EngineFrame], Number | None]],
 ) -> Feed:
@@ -185,11 +201,9 @@ def per_engine(
 
     def read(frame: Frame) -> Iterator[Point]:
         for engine in frame.engines:
-            if engine.model is None:
+            identity = engine_identity(engine)
+            if identity is None:
                 continue
-            identity = tuple(
-                zip(ENGINE, (engine.engine_id, engine.engine, engine.model, engine.role), strict=True)
-            )
             for extra, value in values:
                 number = value(engine)
                 if number is not None:

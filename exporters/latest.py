@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gpuidle.agent.model import Frame
 from gpuidle.exporters.catalogue import MetricPoints, points
+from gpuidle.exporters.histograms import HistogramPoints, histogram_points
 
 STALE_AFTER_S = 10.0
 STOPPED_AFTER_S = 60.0
@@ -38,23 +39,23 @@ class Latest(NamedTuple):
         return interval_s > 0 and self.age_s(now_ns) > max(STOPPED_AFTER_S, 3 * interval_s)
 
 
-def frame_points(latest: Latest | None, now_ns: int) -> list[MetricPoints]:
-    """Return the metrics of the last Frame; of a stale one the counters only."""
+def frame_points(latest: Latest | None, now_ns: int) -> list[MetricPoints | HistogramPoints]:
+    """Return the metrics of the last Frame; of a stale one the counters and histograms only."""
     if latest is None:
         return []
     found = _points_of(latest.frame)
     if latest.stale(now_ns):
-        return [entry for entry in found if entry.metric.kind == "counter"]
+        return [entry for entry in found if entry.metric.kind in {"counter", "histogram"}]
     return found
 
 
-_newest: tuple[Frame, list[MetricPoints]] | None = None
+_newest: tuple[Frame, list[MetricPoints | HistogramPoints]] | None = None
 """Both exporters show the same Frame: its points are found once."""
 
 
-def _points_of(frame: Frame) -> list[MetricPoints]:
+def _points_of(frame: Frame) -> list[MetricPoints | HistogramPoints]:
     global _newest  # noqa: PLW0603 - one assignment, atomic; a race costs time only
     newest = _newest
     if newest is None or newest[0] is not frame:
-        newest = _newest = (frame, points(frame))
+        newest = _newest = (frame, [*points(frame), *histogram_points(frame)])
     return newest[1]

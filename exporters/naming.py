@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Kind = Literal["counter", "updowncounter", "gauge"]
+Kind = Literal["counter", "updowncounter", "gauge", "histogram"]
 
 _UNIT_WORDS = {
     "d": "days",

@@ -85,7 +85,7 @@ class OtlpExporter:
         interval_s: float | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
-        from gpuidle.exporters.otlp_series import Temporality
+        from gpuidle.exporters.otlp_series import temporality_of
 
         self._make = _exporter_factory(endpoint)
         try:
@@ -94,7 +94,8 @@ class OtlpExporter:
             raise OtlpConfigError(f"a variable OTEL_EXPORTER_OTLP_* cannot be used: {error}") from error
         self._meter = SelfMeter(telemetry)
         preference = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "")
-        self._temporality = Temporality(preference.strip().lower() == "delta", self._meter.started_ns)
+        aggregation = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "")
+        self._temporality = temporality_of(preference, aggregation, self._meter.started_ns)
         self._interval_s = interval_s if interval_s is not None else _interval_from_environment()
         self._complaints = _Complaints(_shown(endpoint), self._interval_s)
         self._quiet = _SdkLog()

@@ -13,14 +13,22 @@ from typing import NamedTuple
 
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
+    Buckets,
+    ExponentialHistogram,
+    ExponentialHistogramDataPoint,
     Gauge,
+    Histogram,
+    HistogramDataPoint,
     Metric,
     NumberDataPoint,
     Sum,
 )
 
+from gpuidle.agent.model import DURATION_SCALE, Durations
 from gpuidle.exporters.catalogue import MetricPoints
 from gpuidle.exporters.feeds import Attributes, Number
+from gpuidle.exporters.histograms import BOUNDS_S, HistogramPoints, bucket_counts, less
+from gpuidle.exporters.naming import Kind
 
 ENDED_SERIES_KEPT = 4096
 """How many series that ended are remembered: one that comes back must not be counted a second time."""
@@ -28,23 +36,50 @@ ENDED_SERIES_KEPT = 4096
 Key = tuple[str, Attributes]
 
 
+Value = Number | Durations
+DataPoint = NumberDataPoint | HistogramDataPoint | ExponentialHistogramDataPoint
+
+
 class Series(NamedTuple):
-    """A counter as the receiver knows it."""
+    """A counter or a histogram as the receiver knows it."""
 
     start_ns: int
-    value: Number
+    value: Value
     time_ns: int
 
 
 class Temporality(NamedTuple):
-    """How counters are sent, and the earliest time at which one of ours can have been 0."""
+    """How counters and histograms are sent, and the earliest time at which one of ours can have been 0."""
 
     delta: bool
     process_start_ns: int
+    delta_histograms: bool = False
+    exponential: bool = False
+    """Histograms with exponential buckets instead of the classic ones."""
+
+    def is_delta(self, kind: Kind) -> bool:
+        """Return whether metrics of the kind are sent as what was added since the last export."""
+        return (self.delta and kind == "counter") or (self.delta_histograms and kind == "histogram")
+
+
+def temporality_of(preference: str, aggregation: str, process_start_ns: int) -> Temporality:
+    """Return what the two variables OTEL_EXPORTER_OTLP_METRICS_... ask for.
+
+    These are ..._TEMPORALITY_PREFERENCE and ..._DEFAULT_HISTOGRAM_AGGREGATION.
+
+    Our counters are of the kind that is read, not counted by calls: `lowmemory` leaves them cumulative.
+    """
+    preference = preference.strip().lower()
+    return Temporality(
+        preference == "delta",
+        process_start_ns,
+        preference in {"delta", "lowmemory"},
+        aggregation.strip().lower() == "base2_exponential_bucket_histogram",
+    )
 
 
 def data_points(
-    entries: Iterable[MetricPoints],
+    entries: Iterable[MetricPoints | HistogramPoints],
     known: Mapping[Key, Series],
     temporality: Temporality,
     time_ns: int,
@@ -59,24 +94,22 @@ def data_points(
     metrics: list[Metric] = []
     counters: dict[Key, Series] = {}
     for metric, points in entries:
-        found: list[NumberDataPoint] = []
+        found: list[DataPoint] = []
         for attributes, value in points:
-            if metric.kind != "counter":
+            if metric.kind not in {"counter", "histogram"}:
                 start = min(temporality.process_start_ns, time_ns)
-                found.append(NumberDataPoint(dict(attributes), start, time_ns, value))
+                found.append(_data_point(attributes, Series(start, value, time_ns), temporality))
                 continue
             key = (metric.name, attributes)
             before = known.get(key)
             start = _start(before, value, metric.since, temporality, time_ns, last_export_ns)
-            counters[key] = Series(start, value, time_ns)
-            if not temporality.delta:
-                found.append(NumberDataPoint(dict(attributes), start, time_ns, value))
-            elif (point := _delta(attributes, before, counters[key], metric.since)) is not None:
-                found.append(point)
+            now = counters[key] = Series(start, value, time_ns)
+            told = _delta(before, now, metric.since) if temporality.is_delta(metric.kind) else now
+            if told is not None:
+                found.append(_data_point(attributes, told, temporality))
         if found:
-            metrics.append(
-                _metric(metric.name, metric.unit, metric.description, metric.kind, found, temporality)
-            )
+            data = _data(metric.kind, found, temporality)
+            metrics.append(Metric(metric.name, metric.description, metric.unit, data))
     return metrics, counters
 
 
@@ -91,13 +124,13 @@ def remember(known: OrderedDict[Key, Series], counters: Mapping[Key, Series]) ->
 
 def _start(
     before: Series | None,
-    value: Number,
+    value: Value,
     since: str,
     temporality: Temporality,
     time_ns: int,
     last_export_ns: int | None,
 ) -> int:
-    if before is not None and value >= before.value:
+    if before is not None and _added(before.value, value) is not None:
         return min(before.start_ns, time_ns)
     if since == "device" and before is None:
         return time_ns  # it began at an unknown time: the data model writes that as start = time
@@ -105,28 +138,70 @@ def _start(
     return min(max(last_export_ns or 0, temporality.process_start_ns), time_ns)
 
 
-def _delta(attributes: Attributes, before: Series | None, now: Series, since: str) -> NumberDataPoint | None:
+def _delta(before: Series | None, now: Series, since: str) -> Series | None:
     """Return what was added since the last export that arrived, or None where there is nothing to tell."""
     if before is None:
-        if since == "device":
-            return None  # the first sight of a device's counter is only a place to count from
-        return NumberDataPoint(dict(attributes), now.start_ns, now.time_ns, now.value)
+        # The first sight of a device's counter is only a place to count from.
+        return None if since == "device" else now
     if now.time_ns == before.time_ns and now.value == before.value:
         return None  # the same reading again
-    added = now.value - before.value if now.value >= before.value else now.value
-    return NumberDataPoint(dict(attributes), min(before.time_ns, now.time_ns), now.time_ns, added)
+    added = _added(before.value, now.value)
+    return Series(min(before.time_ns, now.time_ns), now.value if added is None else added, now.time_ns)
 
 
-def _metric(
-    name: str,
-    unit: str,
-    description: str,
-    kind: str,
-    points: list[NumberDataPoint],
-    temporality: Temporality,
-) -> Metric:
-    if kind == "gauge":
-        return Metric(name, description, unit, Gauge(points))
-    delta = temporality.delta and kind == "counter"
+def _added(before: Value, now: Value) -> Value | None:
+    """Return what came on top of `before`; None where `now` does not hold it: it began anew."""
+    if isinstance(now, Durations):
+        return less(now, before) if isinstance(before, Durations) else None
+    if isinstance(before, Durations):
+        return None
+    return now - before if now >= before else None
+
+
+def _data_point(attributes: Attributes, series: Series, temporality: Temporality) -> DataPoint:
+    start_ns, value, time_ns = series
+    if not isinstance(value, Durations):
+        return NumberDataPoint(dict(attributes), start_ns, time_ns, value)
+    # OTLP lets a point do without the least and the greatest, which nobody kept; the SDK's classes do not.
+    if temporality.exponential:
+        return ExponentialHistogramDataPoint(
+            attributes=dict(attributes),
+            start_time_unix_nano=start_ns,
+            time_unix_nano=time_ns,
+            count=value.count,
+            sum=value.sum_ns / 1e9,
+            scale=DURATION_SCALE,
+            zero_count=0,
+            positive=Buckets(value.offset, value.counts),
+            negative=Buckets(0, ()),
+            flags=0,
+            min=None,  # type: ignore[arg-type]
+            max=None,  # type: ignore[arg-type]
+        )
+    return HistogramDataPoint(
+        attributes=dict(attributes),
+        start_time_unix_nano=start_ns,
+        time_unix_nano=time_ns,
+        count=value.count,
+        sum=value.sum_ns / 1e9,
+        bucket_counts=bucket_counts(value),
+        explicit_bounds=BOUNDS_S,
+        min=None,  # type: ignore[arg-type]
+        max=None,  # type: ignore[arg-type]
+    )
+
+
+def _data(
+    kind: Kind, points: list[DataPoint], temporality: Temporality
+) -> Gauge | Sum | Histogram | ExponentialHistogram:
+    delta = temporality.is_delta(kind)
     aggregation = AggregationTemporality.DELTA if delta else AggregationTemporality.CUMULATIVE
-    return Metric(name, description, unit, Sum(points, aggregation, is_monotonic=kind == "counter"))
+    if kind == "histogram":
+        if temporality.exponential:
+            exponential = [p for p in points if isinstance(p, ExponentialHistogramDataPoint)]
+            return ExponentialHistogram(exponential, aggregation)
+        return Histogram([p for p in points if isinstance(p, HistogramDataPoint)], aggregation)
+    numbers = [p for p in points if isinstance(p, NumberDataPoint)]
+    if kind == "gauge":
+        return Gauge(numbers)
+    return Sum(numbers, aggregation, is_monotonic=kind == "counter")

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
+from gpuidle.agent.analysis.durations import together
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.stepwork import Steps, steps_of, summed
@@ -84,6 +85,14 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
     return msgspec.structs.replace(best, **scaled, start_ns=start_ns, end_ns=end_ns)
 
 
+def _count(track: EngineTrack, steps: StepWindow) -> None:
+    for phase, count in steps.steps.items():
+        track.steps_total[phase] = track.steps_total.get(phase, 0) + count
+    for phase, durations in steps.durations.items():
+        past = track.step_durations.get(phase)
+        track.step_durations[phase] = durations if past is None else together(past, durations)
+
+
 def settle_engine(
     track: EngineTrack,
     reading: EngineReading,
@@ -124,8 +133,7 @@ def settle_engine(
     )
     if steps is not None:
         shares = steps.shares
-        for phase, count in steps.steps.items():
-            track.steps_total[phase] = track.steps_total.get(phase, 0) + count
+        _count(track, steps)
     else:
         shares = shares_from_sums(sums, clues)
     work: WindowWork | None = None

@@ -110,6 +110,7 @@ def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...]) -> EngineFrame:
         preemptions_total=track.preemptions_total,
         useful_flops_total=track.flops_total,
         steps_total=dict(track.steps_total),
+        step_durations=dict(track.step_durations),
         phases=track.shares,
         requests_running=_sum_known(running),
         requests_waiting=_sum_known(waiting),

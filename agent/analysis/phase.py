@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from gpuidle.agent.analysis.durations import durations_of
 from gpuidle.agent.analysis.integers import clip_to, split
 from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
-from gpuidle.agent.model import Evidence, Shares, StepSeries
+from gpuidle.agent.model import Durations, Evidence, Shares, StepSeries
 
 
 class Clues(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +226,8 @@ class StepWindow(msgspec.Struct, frozen=True, kw_only=True):
     shares: Shares
     steps: dict[str, int]
     """Steps that ended in the window, by phase."""
+    durations: dict[str, Durations]
+    """Of the same steps, where they named tokens: whole, not clipped to the window."""
     gap_with_requests_ns: int
     """Between steps while a sequence was alive: the host's fault."""
     gap_without_requests_ns: int
@@ -251,6 +254,12 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
     masks = (prefill & decode, prefill & ~decode, decode & ~prefill, ~prefill & ~decode)
     times = {name: int(clipped[mask].sum()) for name, mask in zip(names, masks, strict=True)}
     counts = {name: int((inside & mask).sum()) for name, mask in zip(names, masks, strict=True)}
+    lengths = end - start
+    durations = {
+        name: found
+        for name, mask in zip(names[:3], masks[:3], strict=True)
+        if (found := durations_of(lengths[inside & mask])) is not None
+    }
     window_ns = end_ns - start_ns
     busy_ns = sum(times.values())
     if busy_ns > window_ns:  # steps of two overlapping sources: their shares still hold
@@ -273,6 +282,7 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
             evidence="measured" if exact else "estimated",
         ),
         steps={name: counts[name] for name in ("prefill", "decode", "mixed", "unknown") if counts[name]},
+        durations=durations,
         gap_with_requests_ns=with_requests,
         gap_without_requests_ns=window_ns - busy_ns - with_requests,
     )

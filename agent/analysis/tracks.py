@@ -14,6 +14,7 @@ from gpuidle.agent.model import (
     CAUSES,
     PHASES,
     CounterSeries,
+    Durations,
     EngineReading,
     GpuReading,
     Rung,
@@ -94,6 +95,7 @@ class EngineTrack(msgspec.Struct):
     """Time of a prompt token in chunks that ran alone."""
     shares: Shares = NOTHING
     steps_total: dict[str, int] = {}
+    step_durations: dict[str, Durations] = {}
     prefill_total: int | None = None
     decode_total: int | None = None
     draft_total: int | None = None

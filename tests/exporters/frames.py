@@ -6,6 +6,7 @@ from gpuidle.agent.model import (
     CAUSES,
     PHASES,
     CollectorRun,
+    Durations,
     EngineFrame,
     Figure,
     Frame,
@@ -19,6 +20,10 @@ from gpuidle.agent.model import (
 from gpuidle.exporters.agent_self import AgentReading
 
 SECOND = 1_000_000_000
+PREFILLS = Durations(offset=-2, counts=(1, 0, 2), sum_ns=2_900_000_000)
+"""One step of (2**(-2/8), 2**(-1/8)] s, two of (1, 2**(1/8)] s."""
+DECODES = Durations(offset=-53, counts=(7, 30, 0, 0, 3), sum_ns=420_000_000)
+"""Around 2**-6.5 s = 11 ms."""
 WALL_NS = 1_800_000_000 * SECOND
 
 
@@ -85,6 +90,7 @@ def engine(
         useful_flops_total=1.4e14,
         executed_flops_total=1.5e14,
         steps_total={"prefill": 3, "decode": 40, "mixed": 2},
+        step_durations={"prefill": PREFILLS, "decode": DECODES},
         phases=Shares(window_ns=SECOND),
         requests_running=4,
         requests_waiting=0,

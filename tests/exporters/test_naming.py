@@ -14,6 +14,7 @@ from gpuidle.exporters.naming import Kind, label_name, prometheus_name
         ("hw.gpu.memory.usage", "By", "updowncounter", "hw_gpu_memory_usage_bytes"),
         ("hw.gpu.utilization", "1", "gauge", "hw_gpu_utilization_ratio"),
         ("gpuidle.compute.idle_ratio", "1", "gauge", "gpuidle_compute_idle_ratio"),
+        ("gpuidle.step.duration", "s", "histogram", "gpuidle_step_duration_seconds"),
         ("hw.energy", "J", "counter", "hw_energy_joules_total"),
         ("hw.power", "W", "gauge", "hw_power_watts"),
         ("gpuidle.engine.tokens", "{token}", "counter", "gpuidle_engine_tokens_total"),

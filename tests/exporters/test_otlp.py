@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -24,6 +25,8 @@ from gpuidle.exporters.prometheus import PrometheusExporter
 
 SOON_S = 0.05
 NEVER_S = 3600.0
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,19 @@ def data_of(metric: Metric) -> tuple[Kind, list[NumberDataPoint]]:
     if metric.WhichOneof("data") == "gauge":
         return "gauge", list(metric.gauge.data_points)
     return "counter" if metric.sum.is_monotonic else "updowncounter", list(metric.sum.data_points)
+
+
+def samples_of(metric: Metric) -> Samples:
+    """Return a classic histogram as the OTLP-to-Prometheus translation writes it."""
+    name, found = prometheus_name(metric.name, metric.unit, "histogram"), Samples()
+    for point in metric.histogram.data_points:
+        labels = {label_name(pair.key): pair.value.string_value for pair in point.attributes}
+        bounds = [*map(str, point.explicit_bounds), "+Inf"]
+        for le, count in zip(bounds, accumulate(point.bucket_counts), strict=True):
+            found[f"{name}_bucket", frozenset({**labels, "le": le}.items())] = count
+        found[f"{name}_sum", frozenset(labels.items())] = point.sum
+        found[f"{name}_count", frozenset(labels.items())] = point.count
+    return found
 
 
 def value_of(point: NumberDataPoint) -> float:
@@ -95,9 +111,12 @@ def test_both_paths_give_the_same_names_labels_and_values(collector: OtlpServer)
         for family in parse_text(page)
         for sample in family.samples
     }
-    by_push = {}
+    by_push: Samples = {}
     for metric in metrics_of(collector.wait_for(1)).values():
         assert metric.description
+        if metric.WhichOneof("data") == "histogram":
+            by_push.update(samples_of(metric))
+            continue
         kind, points = data_of(metric)
         for point in points:
             labels = frozenset((label_name(pair.key), pair.value.string_value) for pair in point.attributes)

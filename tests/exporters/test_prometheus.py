@@ -21,8 +21,9 @@ from tests.exporters.http import WAIT_S, get
 
 from gpuidle.agent.model import OutletStatus
 from gpuidle.exporters import latest
-from gpuidle.exporters.catalogue import agent_points, points
+from gpuidle.exporters.catalogue import MetricPoints, agent_points, points
 from gpuidle.exporters.exposition import page
+from gpuidle.exporters.histograms import HistogramPoints, histogram_points
 from gpuidle.exporters.naming import label_name
 from gpuidle.exporters.prometheus import ListenError, PrometheusExporter
 
@@ -51,7 +52,8 @@ def by_value(text: str) -> list[tuple[str, float | str]]:
 
 
 def test_the_page_of_two_gpus_and_one_engine_is_the_golden_one() -> None:
-    text = page([*points(frame()), *agent_points(AGENT)], openmetrics=False)
+    entries: list[MetricPoints | HistogramPoints] = [*points(frame()), *histogram_points(frame())]
+    text = page([*entries, *agent_points(AGENT)], openmetrics=False)
     assert by_value(text) == by_value(GOLDEN.read_text(encoding="utf-8"))
 
 
@@ -126,6 +128,7 @@ def test_an_old_frame_loses_its_gauges_and_keeps_its_counters(
     assert {"hw_power_watts", "hw_gpu_memory_usage_bytes", "gpuidle_gpu_engine_info"} <= gone
     assert "gpuidle_compute_time_seconds" in old
     assert "gpuidle_engine_tokens" in old
+    assert "gpuidle_step_duration_seconds" in old
     assert all(fresh[name] == "gauge" for name in gone)
     ages = [
         s.value
