@@ -129,7 +129,8 @@ def _card(gpu: GpuFrame, track: Track, options: ScreenOptions, width: int, detai
         lines += flow(_vitals(gpu, detail), width, label=span("device", QUIET), indent=_label(width))
     summed = track.ledger
     if summed is None:
-        return [*lines, labelled("ledger", span("no settled window yet", QUIET), _label(width))]
+        why = "split into instances: theirs" if track.split else "no settled window yet"
+        return [*lines, labelled("ledger", span(why, QUIET), _label(width))]
     bar_width = width - _label(width)
     steps = track.steps
     over = _over(summed, width)

@@ -34,6 +34,8 @@ class Track(msgspec.Struct, frozen=True):
     """By frame, oldest first; None where there is no settled window."""
     ledger: Ledger | None
     """None before the first settled window."""
+    split: bool = False
+    """Whether other devices are instances of this one (MIG): the time is booked on them."""
 
 
 def tracks(history: Sequence[Frame]) -> dict[str, Track]:
@@ -47,7 +49,11 @@ def tracks(history: Sequence[Frame]) -> dict[str, Track]:
                 found[gpu.hw_id][position] = gpu
     since = history[-1].monotonic_ns - TRAILING_NS
     start = next(position for position, frame in enumerate(history) if frame.monotonic_ns >= since)
-    return {hw_id: Track(tuple(steps), _ledger(steps[start:])) for hw_id, steps in found.items()}
+    parents = {gpu.parent_hw_id for gpu in history[-1].gpus}
+    return {
+        hw_id: Track(tuple(steps), _ledger(steps[start:]), split=hw_id in parents)
+        for hw_id, steps in found.items()
+    }
 
 
 def _ledger(steps: Sequence[GpuFrame | None]) -> Ledger | None:

@@ -173,6 +173,16 @@ def test_the_ledger_of_one_frame_is_its_window_and_of_none_is_nothing() -> None:
     assert tracks([made.blank_frame()])["GPU-abcdef"].ledger is None
 
 
+def test_a_device_that_is_split_says_that_its_instances_have_the_time() -> None:
+    frame = made.history(2, 1)[-1]
+    parent, child = frame.gpus[0], frame.gpus[1]
+    bare = msgspec.structs.replace(parent, window_ns=0)
+    instance = msgspec.structs.replace(child, parent_hw_id=parent.hw_id)
+    found = tracks([msgspec.structs.replace(frame, gpus=(bare, instance))])
+    assert (found[parent.hw_id].split, found[parent.hw_id].ledger) == (True, None)
+    assert not found[child.hw_id].split
+
+
 def test_totals_that_go_backwards_are_not_subtracted() -> None:
     history = made.history(1, 1, pattern="ppppdd")
     wound_back = [
