@@ -46,7 +46,10 @@ class Receiver:
                     for metric in scope.metrics:
                         for point in getattr(metric, metric.WhichOneof("data")).data_points:
                             labels = tuple(sorted((a.key, a.value.string_value) for a in point.attributes))
-                            value = getattr(point, point.WhichOneof("value"))
+                            if hasattr(point, "bucket_counts"):
+                                value = float(point.count)  # of a histogram, how many were counted
+                            else:
+                                value = getattr(point, point.WhichOneof("value"))
                             self.values[metric.name, labels] = value
 
     def total(self, name: str, **labels: str) -> float:

@@ -126,6 +126,7 @@ def test_prometheus_holds_what_the_agent_says(setup: Setup) -> None:
     assert gpus == pytest.approx(5)
     with urllib.request.urlopen(f"http://{setup.agent}/metrics", timeout=10) as answer:
         page = answer.read().decode()
-    names = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE gpuidle")}
+    types = [line.split()[2:4] for line in page.splitlines() if line.startswith("# TYPE gpuidle")]
+    names = {f"{name}_count" if kind == "histogram" else name for name, kind in types}
     stored = {row["metric"]["__name__"] for row in setup.prometheus.query('{__name__=~"gpuidle_.+"}')}
     assert names <= stored

@@ -256,7 +256,7 @@ def test_the_engines_own_estimate_is_reproduced_to_the_last_flop(server: Server)
 
 
 def test_long_outputs_are_decode(server: Server, double: Double, agent: Agent, receiver: Receiver) -> None:
-    phases, causes = load(double, agent, all_of(server, [Ask(8, 1200)] * 8, concurrency=8))
+    phases, causes = load(double, agent, all_of(server, [Ask(8, 1900)] * 16, concurrency=8))
     assert share(phases, "decode") > 0.75
     assert causes["foreign"] == 0
     prefill, decode = agent.tokens()
