@@ -92,6 +92,9 @@ def evidence_of(
         throttle=_throttle(reading),
         idle_because="no_request" if host_gap is not None else because,
         host_gap_ns=host_gap,
+        host_gap_measured=one is not None
+        and one.steps is not None
+        and one.steps.shares.evidence == "measured",
         owner=_owner(reading, engines),
     )
 

@@ -66,6 +66,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     idle_because: IdleBecause = "unattributed"
     host_gap_ns: float | None = None
     """Of the inactive time, what is known to be host gap (steps tell); the rest is `idle_because`."""
+    host_gap_measured: bool = False
+    """Whether exact steps tell `host_gap_ns`; else it is what steps usually take."""
     owner: Literal["engine", "foreign", "starting", "suspended", "unallocated"] = "engine"
     """Whose window it is; all but an engine's own work is booked whole under its name."""
 
@@ -116,6 +118,20 @@ def _without_counter(evidence: Evidence, observed_ns: int) -> tuple[dict[str, fl
     return {"useful": useful, "memory_bound": memory}, {"useful", "memory_bound"}
 
 
+def _memory(evidence: Evidence, executed_ns: float, rest_ns: float) -> tuple[float | None, set[str]]:
+    """Return the memory-bound time and which causes are estimates by it.
+
+    What the work model adds to the counter's figure is the model's, and so is what that leaves of the rest.
+    """
+    memory = None if evidence.memory_ns is None else min(rest_ns, max(0.0, evidence.memory_ns - executed_ns))
+    counted = memory
+    if evidence.memory_excess_ns is not None:
+        memory = min(rest_ns, max(memory or 0.0, evidence.memory_excess_ns))
+    if memory is not None and not evidence.memory_measured:
+        return memory, {"memory_bound"}
+    return memory, {"memory_bound", "latency"} if memory != counted else set()
+
+
 def _with_counter(
     evidence: Evidence, observed_ns: int, active_ns: float
 ) -> tuple[dict[str, float], set[str]]:
@@ -146,13 +162,10 @@ def _with_counter(
         estimated.add("padding")
         executed += padding
     rest = active - executed
-    memory = None if evidence.memory_ns is None else min(rest, max(0.0, evidence.memory_ns - executed))
-    if evidence.memory_excess_ns is not None:
-        memory = min(rest, max(memory or 0.0, evidence.memory_excess_ns))
+    memory, doubtful = _memory(evidence, executed, rest)
+    estimated |= doubtful
     if memory is not None:
         wanted["memory_bound"] = memory
-        if not evidence.memory_measured:
-            estimated.add("memory_bound")
     if memory is not None and ((evidence.memory_measured and tensor is not None) or evidence.split_rest):
         communication = min(rest - memory, evidence.communication_ns or 0.0)
         wanted["communication"] = communication
@@ -167,6 +180,7 @@ def _with_counter(
     host_gap = min(inactive, evidence.host_gap_ns or 0.0)
     wanted["host_gap"] = host_gap
     wanted[evidence.idle_because] = wanted.get(evidence.idle_because, 0.0) + inactive - host_gap
-    if not evidence.active_measured:
+    told = evidence.host_gap_ns is None or evidence.host_gap_measured
+    if not (evidence.active_measured and told):
         estimated |= {"host_gap", evidence.idle_because}
     return wanted, estimated

@@ -115,6 +115,27 @@ def test_an_unknown_shape_is_no_useful_work_and_no_idle_either() -> None:
     assert booked["host_gap"] == 0.2 * T
 
 
+def test_what_a_model_or_habit_tells_is_no_measurement() -> None:
+    known = Evidence(
+        window_ns=T,
+        observed_ns=T,
+        active_ns=0.8 * T,
+        active_measured=True,
+        tensor_ns=0.2 * T,
+        useful_ns=0.1 * T,
+        memory_ns=0.4 * T,
+        memory_measured=True,
+        idle_because="no_request",
+        host_gap_ns=0.05 * T,
+        host_gap_measured=True,
+    )
+    assert not {"memory_bound", "latency", "host_gap", "no_request"} & set(ledger(known).estimated)
+    by_habit = ledger(msgspec.structs.replace(known, host_gap_measured=False)).estimated
+    assert {"host_gap", "no_request"} <= set(by_habit)
+    by_model = ledger(msgspec.structs.replace(known, memory_excess_ns=0.3 * T)).estimated
+    assert {"memory_bound", "latency"} <= set(by_model)
+
+
 def test_without_a_counter_only_rest_is_known() -> None:
     rest = ledger(Evidence(window_ns=T, observed_ns=T, idle_because="no_request"))
     assert rest.causes_ns["no_request"] == T
