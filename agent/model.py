@@ -58,6 +58,8 @@ CAUSES: tuple[Cause, ...] = (
     "unattributed",
     "unobserved",
 )
+ESTIMABLE: tuple[Cause, ...] = CAUSES[: CAUSES.index("unallocated")]
+"""Causes that may be an estimate; the rest is read off the node or says that nothing is known."""
 
 Evidence = Literal["measured", "estimated", "unknown"]
 Rung = Literal["cupti_pm", "nvml_gpm", "dcgm", "nvml", "engine"]
@@ -487,6 +489,9 @@ class GpuFrame(msgspec.Struct, frozen=True, kw_only=True):
     phases: Shares
     phases_total_ns: dict[str, int]
     reclaimable_total_ns: int | None = None
+    estimated_total_ns: dict[str, int] | None = None
+    """How much of `causes_total_ns` came from windows in which that cause was an estimate, for each cause
+    that can be one; None in sessions of older versions."""
     idle: dict[str, Figure] = {}
     """By basis: trailing idle-compute ratio. A basis without evidence is left out."""
     tensor_active: Figure | None = None

@@ -37,6 +37,7 @@ from gpuidle.exporters.feeds import (
     device,
     engine_info,
     errors,
+    estimated,
     idle,
     memory_ratio,
     of_steps,
@@ -178,6 +179,14 @@ FRAME_METRICS: tuple[Metric[Frame], ...] = (
         "Where each second of the GPU went, by cause; the causes sum to the time observed.",
         (*GPU, "gpuidle.cause"),
         causes,
+    ),
+    Metric(
+        "gpuidle.compute.estimated.time",
+        "s",
+        "counter",
+        "How much of gpuidle.compute.time is an estimate, by cause; the rest was measured.",
+        (*GPU, "gpuidle.cause"),
+        estimated,
     ),
     Metric(
         "gpuidle.phase.time",

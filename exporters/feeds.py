@@ -115,6 +115,13 @@ def causes(frame: Frame) -> Iterator[Point]:
             yield Point((*_identity(gpu), ("gpuidle.cause", cause)), seconds)
 
 
+def estimated(frame: Frame) -> Iterator[Point]:
+    """Feed how much of the ledger is estimates, in seconds since the agent's start."""
+    for gpu in _ledger_gpus(frame):
+        for cause, total_ns in (gpu.estimated_total_ns or {}).items():
+            yield Point((*_identity(gpu), ("gpuidle.cause", cause)), total_ns / 1e9)
+
+
 def phases(frame: Frame) -> Iterator[Point]:
     """Feed the seconds of each phase since the agent's start, all five always."""
     for gpu in _ledger_gpus(frame):

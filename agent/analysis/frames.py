@@ -49,6 +49,7 @@ def gpu_frame(
         causes_ns=dict(track.causes_ns),
         estimated_causes=track.estimated,
         causes_total_ns=dict(track.causes_total_ns),
+        estimated_total_ns=dict(track.estimated_total_ns),
         phases=track.shares,
         phases_total_ns=dict(track.phases_total_ns),
         reclaimable_total_ns=track.reclaimable_total_ns,

@@ -38,6 +38,8 @@ def settle_gpu(
     track.shares, track.rung = shares, seen.rung
     for cause, value in booked.causes_ns.items():
         track.causes_total_ns[cause] += value
+    for cause in track.estimated_total_ns.keys() & set(booked.estimated):
+        track.estimated_total_ns[cause] += booked.causes_ns[cause]
     for phase in track.phases_total_ns:
         track.phases_total_ns[phase] += getattr(shares, f"{phase}_ns")
     _reclaim(track, seen, engines, peaks)

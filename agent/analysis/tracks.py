@@ -12,6 +12,7 @@ from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.reclaim import Known
 from gpuidle.agent.model import (
     CAUSES,
+    ESTIMABLE,
     PHASES,
     CounterSeries,
     Durations,
@@ -51,6 +52,7 @@ class GpuTrack(msgspec.Struct):
     phases_total_ns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     causes_ns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     estimated: tuple[str, ...] = ()
+    estimated_total_ns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ESTIMABLE, 0))
     window_ns: int = 0
     shares: Shares = NOTHING
     rung: Rung = "nvml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpuidle.agent.model import (
     CAUSES,
+    ESTIMABLE,
     PHASES,
     CollectorRun,
     Durations,
@@ -53,6 +54,7 @@ def gpu(
         window_ns=SECOND,
         causes_ns=causes,
         causes_total_ns=causes,
+        estimated_total_ns={cause: causes[cause] // 2 for cause in ESTIMABLE},
         phases=Shares(window_ns=SECOND),
         phases_total_ns={phase: position * SECOND for position, phase in enumerate(PHASES)},
         reclaimable_total_ns=1_500_000_000,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.exporters.frames import AGENT, engine, figure, frame, gpu
 
-from gpuidle.agent.model import CAUSES, PHASES, RUNGS, EngineFrame, Frame, GpuFrame, Node
+from gpuidle.agent.model import CAUSES, ESTIMABLE, PHASES, RUNGS, EngineFrame, Frame, GpuFrame, Node
 from gpuidle.exporters.catalogue import CATALOGUE, agent_points, points
 from gpuidle.exporters.feeds import Attributes, Number
 
@@ -208,3 +208,11 @@ def test_errors_are_counted_by_kind_and_a_gpu_that_reports_none_has_no_zero() ->
     found = values(frame(gpus=(gpu(0), gpu(1))))["hw.errors"]
     told = {(dict(key)["hw.id"], dict(key)["error.type"]): value for key, value in found.items()}
     assert told == {("GPU-0", "ecc_double_bit"): 0, ("GPU-0", "xid_79"): 2}
+
+
+def test_the_estimated_part_of_a_cause_is_never_more_than_the_cause() -> None:
+    found = values(frame())
+    causes = found["gpuidle.compute.time"]
+    estimated = found["gpuidle.compute.estimated.time"]
+    assert {dict(attributes)["gpuidle.cause"] for attributes in estimated} == set(ESTIMABLE)
+    assert all(0 <= value <= causes[attributes] for attributes, value in estimated.items())

@@ -8,6 +8,7 @@ from gpuidle.agent.analysis.analyzer import Analyzer, Settings
 from gpuidle.agent.codec import decode_snapshot, encode_frame, encode_snapshot
 from gpuidle.agent.model import (
     CAUSES,
+    ESTIMABLE,
     CounterSeries,
     EngineLimits,
     Frame,
@@ -71,6 +72,21 @@ def test_totals_are_the_sum_of_settled_windows_and_never_fall() -> None:
         assert all(totals[cause] >= past[cause] for cause in CAUSES)
         past = totals
     assert sum(past.values()) == sum(frames[-1].gpus[0].phases_total_ns.values()) == 9 * SECOND
+
+
+def test_what_was_estimated_is_added_up_beside_the_ledger() -> None:
+    frames = feed(decoding(12))
+    past: dict[str, int] = dict.fromkeys(ESTIMABLE, 0)
+    for frame in frames:
+        card = frame.gpus[0]
+        assert card.estimated_total_ns is not None
+        grown = {cause: card.estimated_total_ns[cause] - past[cause] for cause in ESTIMABLE}
+        past = card.estimated_total_ns
+        if card.window_ns:
+            assert grown == {
+                cause: card.causes_ns[cause] if cause in card.estimated_causes else 0 for cause in ESTIMABLE
+            }
+    assert past["memory_bound"] > 0
 
 
 def test_an_idle_engine_is_no_request_and_an_empty_gpu_unallocated() -> None:
