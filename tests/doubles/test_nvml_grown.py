@@ -29,9 +29,9 @@ def scenario_path(tmp_path: Path) -> Path:
     return tmp_path / "scenario"
 
 
-def python(code: str, library: Path, scenario: Path) -> str:
+def run(command: list[str], library: Path, scenario: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", "import json, time\nimport pynvml as n\nn.nvmlInit()\n" + code],
+        command,
         env=environment(library, scenario),
         capture_output=True,
         text=True,
@@ -40,6 +40,11 @@ def python(code: str, library: Path, scenario: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def python(code: str, library: Path, scenario: Path) -> str:
+    code = "import json, time\nimport pynvml as n\nn.nvmlInit()\n" + code
+    return run([sys.executable, "-c", code], library, scenario)
 
 
 GPM = """
@@ -143,6 +148,14 @@ print([[d.name(), d.memory_used(),
     name = "NVIDIA H100 80GB HBM3"
     found = [["MIG-a", 2**30, 9], ["MIG-b", 0, 10]]
     assert python(code, nvml_library, scenario_path) == f"{[[name, 0, found], [name, 0, []]]}\n"
+
+
+def test_nvitop_draws_the_screen_of_a_split_gpu(nvml_library: Path, scenario_path: Path) -> None:
+    instances = (MigInstance("MIG-a", 9, memory_used_bytes=2**30), MigInstance("MIG-b", 10))
+    Scenario(gpus=(Gpu(mig_mode=1, instances=instances), Gpu())).write(scenario_path)
+    screen = run([sys.executable, "-m", "nvitop", "--once"], nvml_library, scenario_path)
+    for word in ("@ GI/CI: 9/0", "@ GI/CI:10/0", "1024MiB / 9984MiB", "BAR1:       0B /  0%"):
+        assert word in screen
 
 
 def test_an_event_is_told_once_to_those_who_registered_before(

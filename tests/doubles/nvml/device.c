@@ -94,6 +94,16 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *ou
     return memory(&call, out);
 }
 
+nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Memory_t *out)
+{
+    ENTER_DEVICE(device);
+    REQUIRE(out);
+    nvmlReturn_t result = find_u64(call.gpu, "bar1_total_bytes", &out->bar1Total);
+    if (result == NVML_SUCCESS) result = find_u64(call.gpu, "bar1_used_bytes", &out->bar1Used);
+    if (result == NVML_SUCCESS) out->bar1Free = out->bar1Total - out->bar1Used;
+    return result;
+}
+
 static nvmlReturn_t clock_of(const struct call *call, const char *prefix, nvmlClockType_t type, unsigned int *mhz)
 {
     static const char *const names[] = {

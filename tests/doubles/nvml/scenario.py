@@ -108,6 +108,8 @@ class MigInstance:
     memory_total_bytes: int = 10_468_982_784
     memory_used_bytes: int = 0
     memory_reserved_bytes: int = 0
+    bar1_total_bytes: int = 17_178_820_608
+    bar1_used_bytes: int = 0
     processes: tuple[Process, ...] = ()
     gpm: tuple[GpmMetric, ...] | None = None
     gpm_since_ns: int = 0
@@ -168,6 +170,8 @@ class Gpu:
     memory_used_bytes: int | None = 0
     """Without the reserved part."""
     memory_reserved_bytes: int | None = 629_145_600
+    bar1_total_bytes: int | None = 137_438_953_472
+    bar1_used_bytes: int | None = 1_048_576
     utilization_gpu_percent: int | None = 0
     utilization_memory_percent: int | None = 0
     power_mw: int | None = 72_000
