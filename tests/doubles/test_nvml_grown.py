@@ -154,7 +154,7 @@ def test_nvitop_draws_the_screen_of_a_split_gpu(nvml_library: Path, scenario_pat
     instances = (MigInstance("MIG-a", 9, memory_used_bytes=2**30), MigInstance("MIG-b", 10))
     Scenario(gpus=(Gpu(mig_mode=1, instances=instances), Gpu())).write(scenario_path)
     screen = run([sys.executable, "-m", "nvitop", "--once"], nvml_library, scenario_path)
-    for word in ("@ GI/CI: 9/0", "@ GI/CI:10/0", "1024MiB / 9984MiB", "BAR1:       0B /  0%"):
+    for word in ("@ GI/CI: 9/0", "@ GI/CI:10/0", "1024MiB /  9984MiB", "BAR1:       0B /  0%"):
         assert word in screen
 
 
