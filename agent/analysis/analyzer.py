@@ -14,14 +14,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from gpuidle.agent.analysis.activity import activity, without_stale_rest
+from gpuidle.agent.analysis.activity import Activity, activity, without_stale_rest
+from gpuidle.agent.analysis.cores import core_reading, cores_of, joined, on_device, place, prune_steps
 from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, settle_engine, sums_within
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
 from gpuidle.agent.analysis.prompts import give_back
 from gpuidle.agent.analysis.rates import Sums, sums_between
 from gpuidle.agent.analysis.settle import settle_gpu
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
-from gpuidle.agent.model import EngineReading, Frame, Problem, Snapshot
+from gpuidle.agent.model import EngineReading, Frame, GpuReading, Problem, Snapshot
 from gpuidle.agent.physics.served import served_shape
 from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture
 
@@ -110,36 +111,41 @@ class Analyzer:
             track = self._engines[reading.engine_id] = EngineTrack(reading=reading, last_seen_ns=0)
         track.reading, track.last_seen_ns = reading, snapshot.monotonic_ns
         if reading.counters:
-            sums: Sums | None = None
-            if track.counted is not None:
-                sums, faults = sums_between(track.counted, reading)
-                problems += faults
-            elif self._before is not None and _started_after(reading, self._before):
-                sums, faults = sums_between(_unborn(reading, self._before), reading)
-                problems += faults
-            track.counted, track.last_sums = reading, sums
+            problems += self._count(track, reading)
             _count_prefix(track, reading, self._settings.trailing_ns)
-            if sums is not None:
-                track.cadence_ns = sums.window_ns
-                _add_tokens(track, sums)
-                given, prompt_ns = give_back(
-                    [*track.sums, sums],
-                    reading.limits.max_batched_tokens,
-                    track.pace_ns,
-                    track.prompt_token_ns,
-                )
-                track.sums = deque(given)
-                if prompt_ns is not None:
-                    past = track.prompt_token_ns
-                    track.prompt_token_ns = prompt_ns if past is None else (past + prompt_ns) / 2
-            else:
-                for name in ("prefill_total", "decode_total"):
-                    setattr(track, name, getattr(track, name) or 0)
+            for rank, core in cores_of(track).items():
+                core.reading = core_reading(reading, rank)
+                if core.reading.counters:
+                    self._count(core, core.reading)
         else:
             track.last_sums = None
         shape = self._shape(reading, snapshot.texts)
         if isinstance(shape, Problem):
             problems.append(shape)
+        return problems
+
+    def _count(self, track: EngineTrack, reading: EngineReading) -> tuple[Problem, ...]:
+        """Take a reading with counters: what moved since the one before it."""
+        sums: Sums | None = None
+        problems: tuple[Problem, ...] = ()
+        if track.counted is not None:
+            sums, problems = sums_between(track.counted, reading)
+        elif self._before is not None and _started_after(reading, self._before):
+            sums, problems = sums_between(_unborn(reading, self._before), reading)
+        track.counted, track.last_sums = reading, sums
+        if sums is None:
+            for name in ("prefill_total", "decode_total"):
+                setattr(track, name, getattr(track, name) or 0)
+            return problems
+        track.cadence_ns = sums.window_ns
+        _add_tokens(track, sums)
+        given, prompt_ns = give_back(
+            [*track.sums, sums], reading.limits.max_batched_tokens, track.pace_ns, track.prompt_token_ns
+        )
+        track.sums = deque(given)
+        if prompt_ns is not None:
+            past = track.prompt_token_ns
+            track.prompt_token_ns = prompt_ns if past is None else (past + prompt_ns) / 2
         return problems
 
     def _shape(self, reading: EngineReading, texts: Mapping[str, str]) -> ModelShape | Problem | None:
@@ -215,27 +221,51 @@ class Analyzer:
             if sums is not None and sums.generated_tokens:
                 for hw_id in held[key]:
                     seen[hw_id] = without_stale_rest(seen[hw_id])
-        done: dict[str, EngineWindow] = {}
+        done: dict[str, dict[str, EngineWindow]] = {}
         for key, reading in engines.items():
-            active = [seen[hw_id].active_ns for hw_id in held[key] if hw_id in seen]
-            done[key] = settle_engine(
-                self._engines[key], reading, window, self._known_shape(reading), mean_known(active)
-            )
+            mine = {hw_id: seen[hw_id] for hw_id in held[key] if hw_id in seen}
+            done[key] = self._settle_engine(self._engines[key], reading, window, mine, gpus)
         # A GPU that is split into instances has no time of its own to account for.
         split = {gpu.reading.parent_hw_id for gpu in self._gpus.values()}
         for hw_id, gpu in self._gpus.items():
             if hw_id in split:
                 continue
-            mine = [engine for key, engine in done.items() if hw_id in held[key]]
-            problems += settle_gpu(gpu, window, seen[hw_id], mine, self._settings.trailing_ns)
+            here = [engine[hw_id] for engine in done.values() if hw_id in engine]
+            problems += settle_gpu(gpu, window, seen[hw_id], here, self._settings.trailing_ns)
         for track in self._engines.values():
             # One settled window is kept: a prompt may reach back into it only while it is pending.
-            while track.sums and track.sums[0].end_ns <= window.end_ns:
-                track.sums.popleft()
-            # The step before a gap is needed as well as the one after it.
-            while len(track.steps) > 1 and int(track.steps[1].end_ns[0]) <= window.end_ns:
-                track.steps.popleft()
+            for each in (track, *track.cores.values()):
+                while each.sums and each.sums[0].end_ns <= window.end_ns:
+                    each.sums.popleft()
+            prune_steps(track, window.end_ns)
         return problems
+
+    def _settle_engine(
+        self,
+        track: EngineTrack,
+        reading: EngineReading,
+        window: Pending,
+        seen: Mapping[str, Activity],
+        gpus: Mapping[str, GpuReading],
+    ) -> dict[str, EngineWindow]:
+        """Settle one engine and return its window as each device that it holds sees it."""
+        cores = cores_of(track)
+        busy = mean_known([each.active_ns for each in seen.values()])
+        whole = settle_engine(track, reading, window, self._known_shape(reading), busy)
+        if not cores:
+            return dict.fromkeys(seen, whole)
+        placed = place(reading, cores, list(seen), gpus)
+        done: dict[str, EngineWindow] = {}
+        for rank, core in cores.items():
+            mine = [seen[hw_id].active_ns for hw_id, name in placed.items() if name == rank]
+            own = core_reading(reading, rank)
+            done[rank] = settle_engine(core, own, window, self._known_shape(own), mean_known(mine))
+        whole = joined(track, whole, list(done.values()))
+        window_ns = window.end_ns - window.start_ns
+        return {
+            hw_id: on_device(whole, done.get(placed.get(hw_id, "")), each, window_ns)
+            for hw_id, each in seen.items()
+        }
 
     def _price(self, name: str) -> float | None:
         prices = self._settings.price_per_hour

@@ -42,6 +42,8 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Inactive time a step while requests are running."""
     clues: Clues
     shares: Shares
+    unplaced: bool = False
+    """Which of its data-parallel cores the device belongs to is not known."""
 
 
 _peaks = lru_cache(maxsize=64)(find_peaks)

@@ -39,16 +39,18 @@ def _idle_because(engines: Sequence[EngineWindow]) -> IdleBecause:
     """Say why the device was inactive, as far as its engines tell."""
     if not engines:
         return "unattributed"
-    if any(e.sums is None and e.reading.counters is None for e in engines):
+    if any(e.steps is None and e.sums is None and e.reading.counters is None for e in engines):
         return "unobserved"
-    if any(e.sums is None for e in engines):
+    if any(e.steps is None and e.sums is None for e in engines):
         return "unattributed"
     if all(e.sums is not None and e.sums.at_rest for e in engines):
         return "no_request"
-    if any(e.sums is not None and e.sums.always_running for e in engines):
-        return "host_gap"
+    if any(e.unplaced for e in engines):
+        return "unattributed"
     if all(e.steps is not None for e in engines):
         return "no_request"  # the steps told the gaps with requests apart already
+    if any(e.sums is not None and e.sums.always_running for e in engines):
+        return "host_gap"
     return "unattributed"
 
 
@@ -140,8 +142,12 @@ def _host_gap(window_ns: int, seen: Activity, engines: Sequence[EngineWindow]) -
     if len(engines) != 1 or seen.active_ns is None:
         return None
     engine = engines[0]
+    if engine.unplaced:
+        return None
     if engine.steps is not None:
-        return float(engine.steps.gap_with_requests_ns)
+        # Inactive within a step is the host's as well: between launches nothing runs.
+        stepping_ns = window_ns - engine.steps.shares.idle_ns
+        return engine.steps.gap_with_requests_ns + max(0.0, stepping_ns - seen.active_ns)
     sums = engine.sums
     if sums is None or sums.reset or sums.counted_steps is None or engine.gap_ns is None:
         return None

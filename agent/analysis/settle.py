@@ -67,6 +67,8 @@ def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
         return engines[0].steps.shares
     if len(acting) == 1 or len(engines) == 1:
         engine = (acting or list(engines))[0]
+        if engine.unplaced and acting:
+            return shares_from_sums(None, Clues(window_ns=window_ns, busy_ns=_known_active(evidence)))
         clues = msgspec.structs.replace(engine.clues, busy_ns=_known_active(evidence))
         return shares_from_sums(engine.sums, clues)
     # Several engines at work on one device: whose step it was, no slow counter can tell.

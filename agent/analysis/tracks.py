@@ -88,6 +88,10 @@ class EngineTrack(msgspec.Struct):
     """(end_ns, queries, hits) of the trailing window."""
     prefix_last: tuple[int, int] | None = None
     steps: deque[StepSeries] = msgspec.field(default_factory=deque)
+    step_ranks: set[str] = msgspec.field(default_factory=set)
+    """Cores that gave steps."""
+    cores: dict[str, EngineTrack] = {}
+    """By core, where the engine is data-parallel: each is settled as an engine of its own."""
     pace: DecodePace = msgspec.field(default_factory=DecodePace)
     pace_ns: float | None = None
     """Time of a decode-only step in the last settled window that told it."""
