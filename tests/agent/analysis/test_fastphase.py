@@ -4,13 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuidle.agent.analysis.fastphase import Levels, label_window
+from gpuidle.agent.analysis.fastphase import Labels, Levels, label_window
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, column, rate_column
 
 MS = 10**6
+Row = tuple[float, float, float]
 
 
-def series(rows: list[tuple[float, float, float]], width_ns: int = MS) -> CounterSeries:
+def series(rows: list[Row], width_ns: int = MS) -> CounterSeries:
     """Samples of (tensor, DRAM share of 1 TB/s, active), end to end from 0."""
     tensor, dram, active = (np.array(c) for c in zip(*rows, strict=True))
     return CounterSeries(
@@ -26,36 +27,89 @@ def series(rows: list[tuple[float, float, float]], width_ns: int = MS) -> Counte
 
 
 DECODE, PREFILL, REST = (0.1, 0.6, 1.0), (0.6, 0.1, 1.0), (0.0, 0.0, 0.0)
+QUIET, SMALL = (0.05, 0.55, 1.0), (0.26, 0.49, 1.0)
+"""A decode of few rows, and a step of few more: a prompt of a hundred tokens."""
+
+
+def label(levels: Levels, rows: list[Row], width_ns: int = MS) -> Labels:
+    found = label_window(levels, [series(rows, width_ns)], 0, len(rows) * width_ns, 1e12)
+    assert found is not None
+    return found
+
+
+def steps(row: Row, count: int, samples: int = 9) -> list[Row]:
+    """Steps of so many samples with a gap after each."""
+    tensor, dram, _ = row
+    return ([row] * samples + [(0.7 * tensor, 0.7 * dram, 0.7)]) * count
 
 
 def test_the_two_classes_are_told_apart_and_rest_is_idle() -> None:
-    found = label_window(Levels(), [series([DECODE] * 50 + [PREFILL] * 30 + [REST] * 20)], 0, 100 * MS, 1e12)
-    assert found is not None
+    found = label(Levels(), [DECODE] * 50 + [PREFILL] * 30 + [REST] * 20)
     assert round(found.decode_ns / MS, 2) == 50
     assert round(found.containing_ns / MS, 2) == 30
     assert round(found.idle_ns / MS, 2) == 20
     assert found.unknown_ns == 0
 
 
-def test_levels_are_learned_a_small_prompt_stands_out_of_a_quiet_decode() -> None:
+def test_a_small_prompt_stands_out_of_a_quiet_decode() -> None:
     levels = Levels()
-    quiet, small = (0.05, 0.55, 1.0), (0.26, 0.49, 1.0)
-    first = label_window(levels, [series([small] * 10)], 0, 10 * MS, 1e12)
-    assert first is not None
-    assert first.decode_ns == 10 * MS  # by the ridge alone this is a decode
-    label_window(levels, [series([quiet] * 900 + [PREFILL] * 100)], 0, 1000 * MS, 1e12)
-    later = label_window(levels, [series([small] * 10)], 0, 10 * MS, 1e12)
-    assert later is not None
-    assert later.decode_ns == 0
+    assert label(levels, [SMALL] * 10).decode_ns == 10 * MS  # nothing else was seen: by the roofline
+    label(levels, steps(QUIET, 90) + [PREFILL] * 100)
+    later = label(levels, steps(QUIET, 5) + steps(SMALL, 1) + steps(QUIET, 5))
+    assert later.containing_ns >= 9 * MS
+    assert later.decode_ns >= 90 * MS
 
 
-def test_an_edge_keeps_the_label_before_it_but_not_for_long() -> None:
+def test_a_decode_that_hides_its_gaps_is_learned_from_its_length() -> None:
     levels = Levels()
-    label_window(levels, [series([DECODE] * 500 + [PREFILL] * 500)], 0, 1000 * MS, 1e12)
-    edge = (0.245, 0.255, 1.0)
-    found = label_window(levels, [series([DECODE] * 5 + [edge] * 8 + [PREFILL] * 5)], 0, 18 * MS, 1e12)
-    assert found is not None
-    assert found.unknown_ns > 4 * MS
+    label(levels, [QUIET] * 900 + [PREFILL] * 100)
+    later = label(levels, [QUIET] * 40 + [SMALL] * 10 + [QUIET] * 40)
+    assert later.containing_ns == 10 * MS
+    assert later.decode_ns == 80 * MS
+
+
+def test_a_decode_of_twice_the_rows_is_a_decode_once_its_steps_repeat() -> None:
+    levels = Levels()
+    label(levels, steps(QUIET, 100))
+    one = label(levels, steps(QUIET, 20) + steps(SMALL, 1) + steps(QUIET, 20))
+    assert one.containing_ns >= 9 * MS
+    many = label(levels, steps(SMALL, 40))
+    assert many.containing_ns == 0
+
+
+def test_steps_are_pooled_a_noisy_sample_has_its_step_for_company() -> None:
+    rng = np.random.default_rng(5)
+    levels = Levels()
+
+    def noisy(rows: list[Row]) -> list[Row]:
+        return [(t * rng.normal(1, 0.2), d * rng.normal(1, 0.2), a) for t, d, a in rows]
+
+    label(levels, noisy(steps(QUIET, 90)))
+    found = label(levels, noisy((steps(QUIET, 9) + steps(SMALL, 1)) * 5))
+    assert found.decode_ns > 0.98 * 45 * 9.7 * MS
+    assert 0.9 < found.containing_ns / (5 * 9.7 * MS) < 1.1
+
+
+def test_long_samples_are_labelled_only_where_one_class_fills_most_of_them() -> None:
+    levels = Levels()
+    label(levels, [DECODE] * 50 + [PREFILL] * 50, 100 * MS)
+    half = ((DECODE[0] + PREFILL[0]) / 2, (DECODE[1] + PREFILL[1]) / 2, 1.0)
+    found = label(levels, [DECODE, half, PREFILL], 100 * MS)
+    assert (found.decode_ns, found.unknown_ns, found.containing_ns) == (100 * MS, 100 * MS, 100 * MS)
+
+
+def test_a_long_sample_with_a_busy_pipe_and_a_busy_dram_is_unknown() -> None:
+    levels = Levels()
+    label(levels, [DECODE] * 50 + [PREFILL] * 50, 100 * MS)
+    assert label(levels, [(0.55, 0.58, 1.0)], 100 * MS).unknown_ns == 100 * MS
+
+
+def test_short_windows_learn_as_well_as_long_ones() -> None:
+    levels = Levels()
+    rows = steps(QUIET, 100) + steps(SMALL, 1) + steps(QUIET, 10)
+    found = [label(levels, rows[at : at + 20]) for at in range(0, len(rows), 20)]
+    assert sum(each.containing_ns for each in found[50:]) >= 9 * MS
+    assert sum(each.containing_ns for each in found[:50]) == 0
 
 
 def test_a_missing_column_gives_no_label() -> None:
@@ -69,12 +123,13 @@ def test_a_missing_column_gives_no_label() -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 1.2), st.floats(0, 1.2), st.floats(0, 1)), min_size=1, max_size=40),
     st.integers(0, 40),
+    st.sampled_from([MS, 60 * MS]),
 )
-def test_labels_sum_to_the_samples(rows: list[tuple[float, float, float]], cut: int) -> None:
-    found = label_window(Levels(), [series(rows)], 0, cut * MS, 1e12)
+def test_labels_sum_to_the_samples(rows: list[Row], cut: int, width_ns: int) -> None:
+    found = label_window(Levels(), [series(rows, width_ns)], 0, cut * width_ns, 1e12)
     if found is None:
         assert cut == 0
         return
     parts = (found.decode_ns, found.containing_ns, found.unknown_ns, found.idle_ns)
     assert min(parts) >= -1e-3
-    assert abs(sum(parts) - min(cut, len(rows)) * MS) < 1e-3
+    assert abs(sum(parts) - min(cut, len(rows)) * width_ns) < 1e-3
