@@ -22,10 +22,12 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
@@ -39,49 +41,101 @@ from gpuidle.collectors.steps.vllm_plugin import wrap  # noqa: E402
 # The plugin
 
 
-def engine_step(sequences: int, *, prompts: int = 0, drafts: int = 0) -> tuple[Any, Any, Any, Any]:
-    """Return scheduler, its output, the model's and the results, in the shapes of vLLM 0.32."""
-    names = [f"cmpl-{at:032x}-0" for at in range(sequences)]
-    requests = {name: SimpleNamespace(num_tokens=900, num_prompt_tokens=600) for name in names}
-    for name in names[:prompts]:
-        requests[name].num_tokens = 600
-    tokens = {name: 128 if at < prompts else 1 + drafts for at, name in enumerate(names)}
-    scheduler = SimpleNamespace(requests=requests, running=list(requests.values()), finished_req_ids=set())
-    output = SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=names,
-            resumed_req_ids=set(),
-            num_computed_tokens=[300] * sequences,
-            num_output_tokens=[0 if at < prompts else 300 for at in range(sequences)],
-        ),
-        num_scheduled_tokens=tokens,
-        total_num_scheduled_tokens=sum(tokens.values()),
-        scheduled_spec_decode_tokens={name: [1] * drafts for name in names[prompts:]} if drafts else {},
-        finished_req_ids=set(),
-        preempted_req_ids=set(),
-    )
-    made = [[] if at < prompts else [7] * (1 + drafts) for at in range(sequences)]
-    sampled = SimpleNamespace(
-        sampled_token_ids=made, req_id_to_index={name: at for at, name in enumerate(names)}
-    )
-    results = {0: SimpleNamespace(outputs=[SimpleNamespace(new_token_ids=each) for each in made if each])}
-    return scheduler, output, sampled, results
+class Request:
+    """As vLLM's."""
+
+    def __init__(self, prompt: int, tokens: int) -> None:
+        self.num_prompt_tokens = prompt
+        self._all_token_ids = [7] * tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self._all_token_ids)
+
+
+@dataclass
+class CachedRequestData:
+    """As vLLM's."""
+
+    req_ids: list[str]
+    resumed_req_ids: set[str]
+    num_computed_tokens: list[int]
+    num_output_tokens: list[int]
+
+
+@dataclass
+class SchedulerOutput:
+    """As vLLM's."""
+
+    scheduled_new_reqs: list[Any]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    scheduled_spec_decode_tokens: dict[str, list[int]]
+    finished_req_ids: set[str]
+    preempted_req_ids: set[str]
+
+
+@dataclass
+class ModelRunnerOutput:
+    """As vLLM's."""
+
+    sampled_token_ids: list[list[int]]
+    req_id_to_index: dict[str, int]
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """As vLLM's."""
+
+    request_id: str
+    new_token_ids: list[int]
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """As vLLM's."""
+
+    outputs: list[EngineCoreOutput] = []
 
 
 class Scheduled:
-    """A scheduler that does nothing, so that only the plugin's part takes time."""
+    """A scheduler that does nothing, with the signatures of vLLM 0.32: only the plugin's part takes time."""
 
-    def __init__(self, sequences: int, more: dict[str, int]) -> None:
-        scheduler, self.output, self.sampled, self.results = engine_step(sequences, **more)
-        vars(self).update(vars(scheduler))
+    def __init__(self, sequences: int, *, prompts: int = 0, drafts: int = 0) -> None:
+        names = [f"cmpl-{at:032x}-0" for at in range(sequences)]
+        tokens = {name: 128 if at < prompts else 1 + drafts for at, name in enumerate(names)}
+        made = [[] if at < prompts else [7] * (1 + drafts) for at in range(sequences)]
+        self.requests = {name: Request(600, 600 if at < prompts else 900) for at, name in enumerate(names)}
+        self.running = list(self.requests.values())
+        self.finished_req_ids: set[str] = set()
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=0))
+        self.output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                num_computed_tokens=[300] * sequences,
+                num_output_tokens=[0 if at < prompts else 300 for at in range(sequences)],
+            ),
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_spec_decode_tokens={name: [1] * drafts for name in names[prompts:]} if drafts else {},
+            finished_req_ids=set(),
+            preempted_req_ids=set(),
+        )
+        self.sampled = ModelRunnerOutput(made, {name: at for at, name in enumerate(names)})
+        outputs = [EngineCoreOutput(name, each) for name, each in zip(names, made, strict=True) if each]
+        self.results = {0: EngineCoreOutputs(outputs)}
 
-    def schedule(self) -> Any:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: ARG002
         """Return what was prepared."""
         return self.output
 
-    def update_from_output(self, _output: Any, _sampled: Any) -> Any:
+    def update_from_output(
+        self,
+        scheduler_output: SchedulerOutput,  # noqa: ARG002
+        model_runner_output: ModelRunnerOutput,  # noqa: ARG002
+    ) -> dict[int, EngineCoreOutputs]:
         """Return what was prepared."""
         return self.results
 
@@ -90,7 +144,7 @@ def step_us(made: Any, steps: int = 100) -> float:
     sampled = made.sampled
     begin = time.thread_time_ns()
     for _ in range(steps):
-        made.update_from_output(made.schedule(), sampled)
+        made.update_from_output(made.schedule(False), sampled)
     return (time.thread_time_ns() - begin) / steps / 1000
 
 
@@ -98,7 +152,7 @@ def plugin_us(sequences: int, more: dict[str, int], rounds: int = 60) -> tuple[f
     """Return least and median of many pairs: microseconds a step with the plugin, less those without."""
     recorded = type("Recorded", (Scheduled,), {})
     wrap(recorded)
-    with_it, without = recorded(sequences, more), Scheduled(sequences, more)
+    with_it, without = recorded(sequences, **more), Scheduled(sequences, **more)
     took = [(step_us(with_it), step_us(without)) for _ in range(rounds)]
     vars(with_it)["_gpuidle_steps"].ring.close()
     least = min(each[0] for each in took) - min(each[1] for each in took)

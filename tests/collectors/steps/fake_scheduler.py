@@ -56,7 +56,7 @@ def scheduler_class(shape: str) -> type[Any]:
             self.requests[name] = Request(name, prompt)
             self.waiting.append(self.requests[name])
 
-        def schedule(self, throttle_prefills: bool = False) -> Any:
+        def schedule(self) -> Any:
             plan = self.plan
             for name in plan.preempt:
                 request = self.requests[name]
@@ -110,7 +110,8 @@ def scheduler_class(shape: str) -> type[Any]:
                 cached.resumed_from_preemption = [name in resumed for name in names]
             return cached
 
-        def update_from_output(self, output: Any, sampled: Any) -> Any:
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            output, sampled = scheduler_output, model_runner_output
             outputs = []
             for name in output.num_scheduled_tokens:
                 made = sampled.sampled_token_ids[sampled.req_id_to_index[name]]
@@ -128,8 +129,13 @@ def scheduler_class(shape: str) -> type[Any]:
             self.running.remove(self.requests.pop(name))
             self.finished_req_ids.add(name)
 
-    vllm_plugin.wrap(Scheduler)
-    return Scheduler
+    class Throttled(Scheduler):
+        def schedule(self, throttle_prefills: bool = False) -> Any:
+            return super().schedule()
+
+    made = Throttled if shape == "0.32" else Scheduler
+    vllm_plugin.wrap(made)
+    return made
 
 
 def result(scheduler: Any, plan: Plan) -> Any:

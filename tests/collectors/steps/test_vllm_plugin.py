@@ -183,7 +183,7 @@ def test_a_version_that_is_not_understood_goes_on_and_the_missing_steps_are_coun
     vllm_plugin.wrap(Odd)
     odd = Odd()
     ring = ring_of(odd)
-    for _ in range(60):
+    for _ in range(120):
         assert odd.update_from_output(odd.schedule(), None) == "SOMETHING ELSE"
     assert "stopped recording" in caplog.text
     reader = RingReader(os.open(ring.path, os.O_RDONLY))
@@ -191,7 +191,7 @@ def test_a_version_that_is_not_understood_goes_on_and_the_missing_steps_are_coun
     reader.close()
     ring.close()
     assert len(found.rows) == 0
-    assert found.lost >= 100
+    assert found.lost == 100
 
 
 def test_the_engines_own_error_passes_through(scheduler: Any) -> None:
@@ -247,7 +247,7 @@ def test_results_that_never_come_do_not_pile_up(scheduler: Any) -> None:
     scheduler.plan = Plan({"a": 1})
     kept += [scheduler.schedule() for _ in range(200)]
     assert records(scheduler).lost > 0
-    assert len(vars(vars(scheduler)["_gpuidle_steps"])["_open"]) <= 64
+    assert len(vars(scheduler)["_gpuidle_steps"]._open) <= 64
 
 
 # --------------------------------------------------------------------------------------------------------
