@@ -336,6 +336,7 @@ def _unborn(reading: EngineReading, before: Snapshot) -> EngineReading:
 
 
 def _add_tokens(track: EngineTrack, sums: Sums) -> None:
+    track.sizes.learn(sums)
     for name, value in (
         ("prefill_total", sums.prefill_tokens),
         ("decode_total", sums.decode_tokens),

@@ -16,6 +16,7 @@ from gpuidle.agent.analysis.windowwork import (
     DecodeStep,
     WindowWork,
     decode_step,
+    prompt_context_tokens,
     window_work,
 )
 from gpuidle.agent.model import EngineReading, GpuReading, Shares
@@ -87,6 +88,12 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
     return msgspec.structs.replace(best, **scaled, start_ns=start_ns, end_ns=end_ns)
 
 
+def hit_ratio(track: EngineTrack) -> float:
+    """Return the share of prompt tokens that the prefix cache had of late; 0 where it is not told."""
+    asked = sum(row[1] for row in track.prefix)
+    return sum(row[2] for row in track.prefix) / asked if asked else 0.0
+
+
 def _count(track: EngineTrack, steps: StepWindow) -> None:
     for phase, count in steps.steps.items():
         track.steps_total[phase] = track.steps_total.get(phase, 0) + count
@@ -142,15 +149,16 @@ def settle_engine(
     if priced is not None:
         work = summed(priced, reading.parallelism.tensor)
     elif shape is not None and sums is not None:
-        work = window_work(shape, sums, reading)
+        work = window_work(shape, sums, reading, prompt_context_tokens(sums, track.sizes, hit_ratio(track)))
     if work is not None:
         gpus = reading.parallelism.tensor * reading.parallelism.pipeline * reading.parallelism.data
         track.flops_total = (track.flops_total or 0.0) + work.flops * gpus
     lent = None
     if shape is not None and following is not None and sums is not None and priced is None:
         begun = shares.prefill_ns + shares.mixed_ns
-        if begun and not sums.first_tokens and following.first_tokens:
-            lent = window_work(shape, following, reading)
+        if begun and following.first_tokens:
+            context = prompt_context_tokens(following, track.sizes, hit_ratio(track))
+            lent = window_work(shape, following, reading, context)
     track.shares = shares
     return EngineWindow(
         reading=reading,

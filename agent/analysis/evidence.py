@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gpuidle.agent.analysis.activity import Activity
+from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
 from gpuidle.agent.analysis.stepwork import step_terms
@@ -72,11 +73,19 @@ def evidence_of(
     because = _idle_because(engines)
     useful_ns = None if seconds is None else seconds[1] * 1e9 / max(1.0, clock)
     tensor_ns = None if seen.tensor_ns is None else seen.tensor_ns / TENSOR_CEILING_RATIO
-    if useful_ns is not None and tensor_ns is not None and (tensor_ns >= 0.5 * useful_ns or not useful_ns):
-        useful_ns = _pay(track, useful_ns, tensor_ns, seen, engines, peaks)
     host_gap = _host_gap(window_ns, seen, engines)
     one = engines[0] if len(engines) == 1 else None
     excess, talk = _excess(track, seen, one, peaks)
+    padding = _padding(one, peaks)
+    if useful_ns is not None and peaks is not None:
+        room_ns = tensor_ns
+        if tensor_ns is not None and tensor_ns < useful_ns and counter_is_dead(track, useful_ns, tensor_ns):
+            room_ns = None
+        if one is not None and one.priced is None and seen.active_ns is not None:
+            paid = pay(track, one, useful_ns, room_ns, seen.active_ns, peaks, padding)
+            useful_ns, talk = paid.useful_ns, paid.talk_ns
+        elif room_ns is not None:
+            useful_ns = pay_exact(track, useful_ns, room_ns)
     return Evidence(
         window_ns=window_ns,
         observed_ns=seen.observed_ns if seen.rung != "nvml" or reading is not None else 0,
@@ -87,7 +96,7 @@ def evidence_of(
         memory_ns=memory_ns,
         memory_measured=measured,
         memory_excess_ns=excess,
-        padding_ns=_padding(one, peaks),
+        padding_ns=padding,
         split_rest=one is not None and one.work is not None and memory_ns is not None,
         communication_ns=talk,
         clock_ratio=clock,
@@ -107,31 +116,6 @@ def _padding(engine: EngineWindow | None, peaks: DevicePeaks | None) -> float | 
         return None
     steps = engine.shares.decode_ns / engine.clues.pace_ns
     return steps * engine.decode.pipe_s(peaks) * 1e9 * engine.decode.padding_ratio
-
-
-def _pay(
-    track: GpuTrack,
-    useful_ns: float,
-    tensor_ns: float,
-    seen: Activity,
-    engines: Sequence[EngineWindow],
-    peaks: DevicePeaks | None,
-) -> float:
-    """Return the useful time that the pipe had room for: tokens are booked late.
-
-    What is booked beyond it is owed to the next windows; what this window computed of prompts that end in
-    the next is taken from that.
-    """
-    owed = useful_ns + track.useful_debt_ns
-    lent_ns = 0.0
-    if len(engines) == 1 and engines[0].lent is not None and peaks is not None and seen.active_ns:
-        begun = engines[0].shares.prefill_ns + engines[0].shares.mixed_ns
-        lent_s = engines[0].lent.useful_s(peaks)
-        room = max(0.0, tensor_ns * min(1.0, begun / seen.active_ns) - owed)
-        lent_ns = min(room, (lent_s or 0.0) * 1e9)
-    paid = min(max(0.0, owed + lent_ns), tensor_ns)
-    track.useful_debt_ns = max(-1e9, min(owed - paid, 1e9))
-    return paid
 
 
 def _host_gap(window_ns: int, seen: Activity, engines: Sequence[EngineWindow]) -> float | None:

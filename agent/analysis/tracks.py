@@ -8,7 +8,7 @@ import msgspec
 
 from gpuidle.agent.analysis.fastphase import Levels
 from gpuidle.agent.analysis.pace import DecodePace
-from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.analysis.reclaim import Known
 from gpuidle.agent.model import (
     CAUSES,
@@ -61,6 +61,10 @@ class GpuTrack(msgspec.Struct):
     """Useful time booked by tokens that the pipe had not room for in their windows."""
     decode_pipe_ratio: float | None = None
     """Tensor-active share of busy time in windows that were decode alone."""
+    prompt_rate_ns: tuple[float, float] = (0.0, 0.0)
+    """Useful time of prompts, and the time in steps that contained them; what is old fades."""
+    prompt_talk_ratio: float = 0.0
+    """Time of the messages that a prompt's tokens add, to their useful time."""
     reclaimable_total_ns: int | None = None
     gains: Known = {}
     levels: Levels = msgspec.field(default_factory=Levels)
@@ -84,6 +88,7 @@ class EngineTrack(msgspec.Struct):
     """Time between its last two readings with counters: ten ticks where only the whole page is given."""
     sums: deque[Sums] = msgspec.field(default_factory=deque)
     """Windows that are not settled yet, late prompts given back."""
+    sizes: PromptSizes = msgspec.field(default_factory=PromptSizes)
     prefix: deque[tuple[int, int, int]] = msgspec.field(default_factory=deque)
     """(end_ns, queries, hits) of the trailing window."""
     prefix_last: tuple[int, int] | None = None

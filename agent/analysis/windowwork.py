@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuidle.agent.analysis.collectives import collectives_ns
-from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.model import EngineReading
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.shapes import ModelShape
@@ -37,6 +37,10 @@ class WindowWork(msgspec.Struct, frozen=True, kw_only=True):
     """Weights once a step and the KV read; None where the steps are not known."""
     collectives_ns: float = 0.0
     """Time of the messages between the ranks."""
+    prompt_ratio: float = 0.0
+    """Of the FLOPs, those of prompts: they are booked in the window in which a prompt ends."""
+    prompt_collectives_ns: float = 0.0
+    """Of `collectives_ns`, what the prompts' tokens add."""
 
     @property
     def flops(self) -> float:
@@ -123,10 +127,26 @@ def mean_of(values: Sequence[float | None]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> WindowWork | None:
+def prompt_context_tokens(sums: Sums, sizes: PromptSizes, hit_ratio: float) -> float:
+    """Return the keys that a prompt token attends to, the mean over the tokens computed in a window.
+
+    A prompt of L tokens attends L(L+1)/2 pairs, so long prompts weigh more: with a mean L and a variance V of
+    n prompts it is (L + V/L (n-1)/n + 1)/2 a token, and what was found in the prefix cache on top.
+    """
+    usual = sizes.mean()
+    size = sums.whole_prompt_tokens or usual or float(sums.prefill_tokens or 0)
+    count = (sums.first_tokens or 0) if sums.whole_prompt_tokens else 0
+    others = 1 - 1 / count if count else 1.0
+    cached = size * hit_ratio / (1 - min(0.99, hit_ratio))
+    return (size * (1 + sizes.spread() * others) + 1) / 2 + cached
+
+
+def window_work(
+    shape: ModelShape, sums: Sums, reading: EngineReading, prompt_context: float
+) -> WindowWork | None:
     """Return the work of a window per GPU of the engine; None where the tokens are not known.
 
-    Attention pairs are taken from means: a prompt of L tokens attends L(L+1)/2 pairs, a decode row its mean
+    Attention pairs are taken from means: a prompt token attends `prompt_context` keys, a decode row its mean
     context. Their bounds are none and twice the estimate.
     """
     prefill, decode = sums.prefill_tokens, sums.decode_tokens
@@ -135,7 +155,7 @@ def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> Window
     firsts = sums.first_tokens or 0
     prompt = prefill / max(1, firsts)
     context = mean_context_tokens(sums, reading)
-    prefill_pairs = prefill * (prompt + 1) / 2
+    prefill_pairs = prefill * prompt_context
     decode_pairs = decode * (context or 0.0)
     steps = window_steps(sums, reading)
     place = reading.parallelism
@@ -170,12 +190,29 @@ def window_work(shape: ModelShape, sums: Sums, reading: EngineReading) -> Window
         kv_read_tokens=0.0,
         steps=(steps or 0.0) / ranks,
     )
+    decoded = work(
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=ranks,
+        tokens=decode / ranks,
+        logit_rows=decode / ranks,
+        attention_pairs=decode_pairs / ranks,
+        kv_read_tokens=0.0,
+        steps=(steps or 0.0) / ranks,
+    )
     flops = {dtype: float(value) for dtype, value in done.flops.items()}
     whole, least = sum(flops.values()), float(linear.total_flops)
     if not sums.prefill_exact:
         least = 0.0
+    messages = float(done.collectives)
+    talking = collectives_ns(messages, float(done.collective_bytes), place.tensor)
     return WindowWork(
-        collectives_ns=collectives_ns(float(done.collectives), float(done.collective_bytes), place.tensor),
+        collectives_ns=talking,
+        prompt_ratio=max(0.0, 1 - float(decoded.total_flops) / whole) if whole else 0.0,
+        prompt_collectives_ns=talking
+        - collectives_ns(messages, float(decoded.collective_bytes), place.tensor),
         flops_by_dtype=flops,
         flops_low=least,
         flops_high=whole + (whole - least if context is not None or not decode else whole),

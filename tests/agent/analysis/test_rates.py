@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import random
+
 import msgspec
+import pytest
 from tests.agent.analysis.builders import SECOND, counters, engine
 
-from gpuidle.agent.analysis.rates import sums_between
+from gpuidle.agent.analysis.rates import PromptSizes, sums_between
 from gpuidle.agent.model import EngineReading
 
 
@@ -83,3 +86,25 @@ def test_cores_are_summed() -> None:
     sums = between(engine(1, *rows), engine(2, *later))
     assert sums.generated_tokens == 11
     assert sums.running == (0, 3)
+
+
+def test_how_far_prompts_spread_follows_from_their_sums() -> None:
+    draw = random.Random(1)
+    sizes = PromptSizes()
+    assert sizes.mean() is None
+    for _ in range(400):
+        prompts = [round(draw.expovariate(1 / 800)) + 1 for _ in range(draw.randint(1, 6))]
+        row = counters(2, computed_prompt_tokens=sum(prompts), first_tokens=len(prompts))
+        window = between(engine(1, counters(1)), engine(2, row))
+        assert window.whole_prompt_tokens == sum(prompts) / len(prompts)
+        sizes.learn(window)
+    assert sizes.mean() == pytest.approx(800, rel=0.2)
+    assert sizes.spread() == pytest.approx(1.0, abs=0.35)
+
+
+def test_prompts_of_one_size_do_not_spread() -> None:
+    sizes = PromptSizes()
+    for count in range(1, 30):
+        row = counters(2, computed_prompt_tokens=500 * count, first_tokens=count)
+        sizes.learn(between(engine(1, counters(1)), engine(2, row)))
+    assert sizes.spread() == pytest.approx(0.0, abs=1e-6)
