@@ -73,6 +73,11 @@ class Feed:
             else:
                 self._open.append(open_requests(kind, rng))
                 self._refill(len(self._open) - 1)
+        self._open.append(iter(()))  # what `give` brings has no successor
+
+    def give(self, request: Request) -> None:
+        """Add a request that comes from another engine."""
+        self._push(request, len(self._open) - 1)
 
     def next_ns(self) -> int | None:
         """Return when the next request arrives; None: none is known of."""

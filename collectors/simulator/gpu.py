@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, GpuProcess, GpuReading, Rung, column, rate_column
 from gpuidle.agent.physics.peaks import DevicePeaks
-from gpuidle.collectors.simulator.engine import Step
+from gpuidle.collectors.simulator.batch import Step
+from gpuidle.collectors.simulator.clocks import Clocks
 from gpuidle.collectors.simulator.scenario import SECOND_NS, GpuSpec
 
 Floats = NDArray[np.float64]
@@ -46,13 +47,16 @@ class Integrals(NamedTuple):
     write_bytes: Floats
     power_ns: Floats
     """Share of the range from loaded idle to the power limit, times its duration."""
+    capped_ns: Floats
+    """Share by which a power cap lowered the clock, times its duration."""
 
 
 class Timeline:
-    """The integrals of one engine's steps; all its GPUs do the same. Keeps `keep_ns` of history."""
+    """The integrals of one engine's steps on one of its GPUs; keeps `keep_ns` of history."""
 
-    def __init__(self, keep_ns: int, layers: int = 1) -> None:
+    def __init__(self, keep_ns: int, layers: int = 1, rank: int = 0) -> None:
         self._keep_ns = keep_ns
+        self._rank = rank
         self._layers = layers
         self._steps: list[Step] = []
         self._base = np.zeros(len(Integrals._fields))
@@ -71,15 +75,32 @@ class Timeline:
         while gone < len(self._steps) and self._steps[gone].end_ns <= oldest_ns:
             gone += 1
         if gone:
-            self._base = self._base + _amounts(self._steps[:gone]).sum(axis=0)
+            self._base = self._base + self._amounts(self._steps[:gone]).sum(axis=0)
             del self._steps[:gone]
         known = self._steps if pending is None else [*self._steps, pending]
-        ends = self._base + np.cumsum(_amounts(known), axis=0)
-        # Two knots a step: what had been reached stands at its start as well.
-        self._knots = np.array([t for step in known for t in (step.start_ns, step.end_ns)], dtype=np.int64)
-        self._sums = np.empty((2 * len(known), len(self._base)))
+        ends = self._base + np.cumsum(self._amounts(known), axis=0)
+        # Two knots a segment: what had been reached stands at its start as well.
+        pieces = [piece for step in known for piece in step.segments(self._rank)]
+        self._knots = np.array([t for piece in pieces for t in piece[:2]], dtype=np.int64)
+        self._sums = np.empty((2 * len(pieces), len(self._base)))
         self._sums[1::2] = ends
-        self._sums[0::2] = np.vstack([self._base[None, :], ends[:-1]])[: len(known)]
+        self._sums[0::2] = np.vstack([self._base[None, :], ends[:-1]])[: len(pieces)]
+
+    def _amounts(self, steps: Sequence[Step]) -> Floats:
+        rows = []
+        for step in steps:
+            cost = step.on(self._rank)
+            whole = (
+                cost.active_ns,
+                cost.resident_ns,
+                cost.pipe_ns,
+                cost.read_bytes,
+                cost.write_bytes,
+                cost.power_share * cost.active_ns,
+                (1.0 - cost.capped_ratio) * cost.active_ns,
+            )
+            rows += [[part * value for value in whole] for _, _, part in step.segments(self._rank)]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(Integrals._fields))
 
     def fine(self, moments: NDArray[np.int64]) -> Integrals:
         """Return the integrals with the layers in them: attention moves bytes, the rest of a layer computes.
@@ -120,21 +141,6 @@ class Timeline:
         return known
 
 
-def _amounts(steps: Sequence[Step]) -> Floats:
-    rows = [
-        (
-            step.cost.duration_ns,
-            step.cost.resident_ns,
-            step.cost.pipe_ns,
-            step.cost.read_bytes,
-            step.cost.write_bytes,
-            step.cost.power_share * step.cost.duration_ns,
-        )
-        for step in steps
-    ]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), len(Integrals._fields))
-
-
 class Sampling(msgspec.Struct, frozen=True):
     """Fast counters: where they are said to come from, and how often."""
 
@@ -150,31 +156,29 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Card:
-    """One GPU of the node. `timeline` is its engine's; None: no process is on it."""
+    """One GPU of the node. `timelines` are of its engines: none, one, or those that share it."""
 
     def __init__(
         self,
         index: int,
         spec: GpuSpec,
         peaks: DevicePeaks,
-        timeline: Timeline | None,
+        timelines: Sequence[Timeline],
         *,
-        pid: int,
-        memory_used_bytes: int,
+        clocks: Clocks,
         seed: int,
     ) -> None:
         self.hw_id = f"GPU-{(0x51D10000 + 256 * seed + index) & 0xFFFFFFFF:08x}-0000-4000-8000-{index:012x}"
         self._index = index
         self._spec = spec
         self._peaks = peaks
-        self._timeline = timeline
+        self._timelines = timelines
+        self._clocks = clocks
         self._sm_clock_hz = int(peaks.sheet_clock_hz or spec.sm_clock_max_hz)
-        self._pid = pid
-        self._memory_used_bytes = memory_used_bytes
         self._rng = np.random.default_rng((seed & 0xFFFFFFFF, index))
         self._sampled_ns = 0
 
-    def reading(self, now_ns: int, base_ns: int) -> GpuReading:
+    def reading(self, now_ns: int, base_ns: int, processes: tuple[GpuProcess, ...]) -> GpuReading:
         """Return what the driver says at `now_ns` of the simulation, which began at `base_ns`.
 
         `busy_ratio` is of the last second and in whole percents, as NVML gives it; power is the mean of
@@ -184,18 +188,26 @@ class Card:
         spec = self._spec
         second_ago = max(0, now_ns - SECOND_NS)
         passed_ns = max(1, now_ns - second_ago)
-        if self._timeline is None:
+        capped = 0.0
+        if not self._timelines:
             busy = memory_busy = 0.0
             energy = spec.bare_watts * now_ns / SECOND_NS
             watts = spec.bare_watts
         else:
-            then = self._timeline.at(np.array([second_ago, now_ns], dtype=np.int64))
+            then = _added(
+                [each.at(np.array([second_ago, now_ns], dtype=np.int64)) for each in self._timelines]
+            )
+            capped = float(then.capped_ns[1] - then.capped_ns[0]) / passed_ns
             busy = float(then.active_ns[1] - then.active_ns[0]) / passed_ns
             moved = float(then.read_bytes[1] - then.read_bytes[0] + then.write_bytes[1] - then.write_bytes[0])
             memory_busy = min(1.0, 1.6 * moved / (self._peaks.memory_bytes_per_s * passed_ns / SECOND_NS))
             span = spec.power_limit_watts - spec.loaded_watts
             energy = (spec.loaded_watts * now_ns + span * float(then.power_ns[1])) / SECOND_NS
             watts = spec.loaded_watts + span * float(then.power_ns[1] - then.power_ns[0]) / passed_ns
+        clock = self._clocks.at(self._index, now_ns)
+        events: tuple[str, ...] = () if busy else ("gpu_idle",)
+        events += (clock.event,) if clock.event else ()
+        events += ("power_cap",) if capped else ()
         return GpuReading(
             hw_id=self.hw_id,
             index=self._index,
@@ -203,21 +215,19 @@ class Card:
             read_ns=base_ns + now_ns,
             compute_capability=spec.compute_capability,
             memory_total_bytes=spec.memory_total_bytes,
-            memory_used_bytes=self._memory_used_bytes,
+            memory_used_bytes=sum(process.used_memory_bytes or 0 for process in processes),
             power_watts=round(watts, 3),
-            power_limit_watts=spec.power_limit_watts,
+            power_limit_watts=spec.power_cap_watts or spec.power_limit_watts,
             energy_joules=round(START_ENERGY_JOULES + energy, 3),
             temperature_celsius=float(round(30 + 40 * watts / spec.power_limit_watts)),
-            sm_clock_hz=self._sm_clock_hz,
+            sm_clock_hz=round(self._sm_clock_hz * clock.ratio * (1.0 - capped)),
             sm_clock_max_hz=spec.sm_clock_max_hz,
             memory_clock_hz=spec.memory_clock_hz,
             memory_clock_max_hz=spec.memory_clock_hz,
-            clock_events=() if busy else ("gpu_idle",),
+            clock_events=events,
             busy_ratio=round(busy, 2),
             memory_busy_ratio=round(memory_busy, 2),
-            processes=()
-            if self._timeline is None
-            else (GpuProcess(pid=self._pid, used_memory_bytes=self._memory_used_bytes),),
+            processes=processes,
         )
 
     def samples(self, sampling: Sampling, until_ns: int, base_ns: int) -> CounterSeries | None:
@@ -230,10 +240,11 @@ class Card:
         edges = np.arange(first, last + 1, dtype=np.int64) * width
         self._sampled_ns = int(edges[-1])
         count = len(edges) - 1
-        if self._timeline is None:
+        if not self._timelines:
             passed = Integrals(*np.zeros((len(Integrals._fields), count)))
         else:
-            passed = Integrals(*(np.diff(sums) for sums in self._timeline.fine(edges)))
+            passed = Integrals(*map(np.diff, _added([each.fine(edges) for each in self._timelines])))
+        live = self._clocks.mean(self._index, edges) * (1.0 - passed.capped_ns / width)
         noise = sampling.noise
         pipe_noise = self._rng.normal(1.0, noise, count)
         dram_noise = self._rng.normal(1.0, noise, count) * (SECOND_NS / width)
@@ -247,8 +258,13 @@ class Card:
             tensor_active=_ratio(passed.pipe_ns / width * pipe_noise),
             dram_read_bytes_per_s=rate_column(passed.read_bytes * dram_noise),
             dram_write_bytes_per_s=rate_column(passed.write_bytes * dram_noise),
-            sm_clock_hz=rate_column(np.full(count, float(self._sm_clock_hz))),
+            sm_clock_hz=rate_column(float(self._sm_clock_hz) * live),
         )
+
+
+def _added(parts: Sequence[Integrals]) -> Integrals:
+    """Return what several engines did together."""
+    return parts[0] if len(parts) == 1 else Integrals(*(sum(sums) for sums in zip(*parts, strict=True)))
 
 
 def _ratio(values: Floats) -> NDArray[np.uint16]:

@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from itertools import count
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from gpuidle.agent.clock import Instant
 from gpuidle.agent.model import (
     EngineCounters,
     EngineLimits,
     EngineReading,
+    EngineState,
+    GpuProcess,
     Node,
     Parallelism,
     Snapshot,
@@ -23,10 +27,14 @@ from gpuidle.agent.model import (
     column,
 )
 from gpuidle.agent.physics.peaks import find_peaks
-from gpuidle.collectors.simulator.costs import Costs
-from gpuidle.collectors.simulator.engine import Engine, Step
+from gpuidle.collectors.simulator.batch import Step
+from gpuidle.collectors.simulator.clocks import Clocks
+from gpuidle.collectors.simulator.costs import SHEET, Clock, Costs
+from gpuidle.collectors.simulator.engine import Engine
+from gpuidle.collectors.simulator.faults import CounterFaults, StepFaults
 from gpuidle.collectors.simulator.gpu import Card, Sampling, Timeline
 from gpuidle.collectors.simulator.scenario import SECOND_NS, EngineSpec, Scenario, ScenarioError
+from gpuidle.collectors.simulator.sharing import Sharing
 from gpuidle.collectors.simulator.truth import (
     Account,
     EngineTruth,
@@ -64,56 +72,106 @@ class _Served:
     """One engine with what hangs on it."""
 
     def __init__(
-        self, index: int, spec: EngineSpec, scenario: Scenario, start: Instant, keep_ns: int
+        self, index: int, spec: EngineSpec, scenario: Scenario, start: Instant, keep_ns: int, clocks: Clocks
     ) -> None:
         self.spec = spec
         self.engine_id = f"vllm:{spec.name}:{index}"
         self.model_text = f"config:{self.engine_id}"
         self.config = json.dumps(dict(spec.config), sort_keys=True)
-        self.root_pid = 10_000 + 1_000 * index
-        self._root_start_ns = start.boottime_ns
+        self._root_pid = 10_000 + 1_000 * index
+        self._start = start
+        self._clocks = clocks
         self.costs = Costs(spec, scenario.gpus[spec.gpus[0]])
-        self.engine = Engine(spec, self.costs, f"{scenario.seed}/{self.engine_id}")
-        self.timeline = Timeline(keep_ns, self.costs.shape.layers)
-        self.account = Account()
+        seed = f"{scenario.seed}/{self.engine_id}"
+        alike = spec.straggler is None and spec.pipeline_stages == 1 and not clocks.differ(spec.gpus)
+        self.engine = Engine(
+            spec,
+            self.costs,
+            seed,
+            clocks=self._alike if alike else self._each,
+            restarts=[restart for restart in scenario.restarts() if restart.engine == spec.name],
+            late_ns=scenario.late_ns(spec.name),
+        )
+        kinds = 1 if alike else len(spec.gpus)
+        self.timelines = [Timeline(keep_ns, self.costs.shape.layers, rank) for rank in range(kinds)]
+        self.accounts = [Account(rank) for rank in range(kinds)]
+        self.faults = StepFaults(scenario.lost_steps(spec.name), seed)
         self.total = EngineWork()
+
+    def _alike(self, _at_ns: int) -> tuple[Clock, ...]:
+        return (SHEET,)
+
+    def _each(self, at_ns: int) -> tuple[Clock, ...]:
+        return tuple(self._clocks.at(gpu, at_ns) for gpu in self.spec.gpus)
+
+    def kind(self, rank: int) -> int:
+        """Return which of the timelines and accounts is that of a rank."""
+        return rank if len(self.accounts) > 1 else 0
+
+    @property
+    def root_pid(self) -> int:
+        """The process of this life of the engine."""
+        return self._root_pid + 100 * len(self.engine.lives)
 
     def worker_pid(self, rank: int) -> int:
         """Return the process that holds the context on the GPU of this rank."""
         return self.root_pid + 2 + rank
 
-    def reading(self, now_ns: int, *, counters: bool, steps: bool) -> EngineReading:
-        """Return the engine as discovery and its adapter would give it."""
+    def state(self, now_ns: int) -> EngineState | None:
+        """Return whether it serves at `now_ns` of the simulation; None: there is no process."""
+        for restart in self.engine.lives[-1:]:
+            if now_ns < restart.at_ns + restart.gone_ns:
+                return None
+            if now_ns < restart.back_ns:
+                return "starting"
+        return "serving"
+
+    def process(self, rank: int, now_ns: int) -> tuple[GpuProcess, ...]:
+        """Return what the driver lists of it on the GPU of this rank."""
+        if self.state(now_ns) is None:
+            return ()
+        return (GpuProcess(pid=self.worker_pid(rank), used_memory_bytes=self.costs.memory_used_bytes),)
+
+    def reading(self, now_ns: int, *, counters: bool, steps: bool) -> EngineReading | None:
+        """Return the engine as discovery and its adapter would give it; None: there is none just now."""
         spec = self.spec
         ranks = len(spec.gpus)
+        state = self.state(now_ns)
+        if state is None:
+            return None
+        lives = self.engine.lives
+        begun_ns = lives[-1].at_ns + lives[-1].gone_ns if lives else 0
+        serving = state == "serving"
         return EngineReading(
             engine_id=self.engine_id,
             engine="vllm",
-            state="serving" if counters or steps else "unobserved",
-            read_ns=now_ns,
+            state=state if counters or steps or not serving else "unobserved",
+            read_ns=now_ns + self._start.monotonic_ns,
             version=spec.version,
             root_pid=self.root_pid,
-            root_start_ns=self._root_start_ns,
+            root_start_ns=self._start.boottime_ns + begun_ns,
             pids=(self.root_pid, self.root_pid + 1, *(self.worker_pid(rank) for rank in range(ranks))),
             model=spec.name,
             model_text=self.model_text,
-            parallelism=Parallelism(tensor=ranks),
+            role=spec.role,
+            parallelism=Parallelism(tensor=spec.tensor_parallel, pipeline=spec.pipeline_stages),
             limits=EngineLimits(
                 max_batched_tokens=spec.max_batched_tokens,
                 max_sequences=spec.max_sequences,
                 kv_block_tokens=spec.kv_block_tokens,
                 kv_capacity_tokens=spec.kv_capacity_tokens,
                 dtype=str(spec.config.get("torch_dtype", "auto")),
-                speculative=False,
+                speculative=spec.speculation is not None,
             ),
-            counters=(self._counters(now_ns),) if counters else None,
+            counters=(self._counters(now_ns),) if counters and serving else None,
         )
 
     def _counters(self, now_ns: int) -> EngineCounters:
-        told = self.engine.counters
+        told = self.engine.told(now_ns)
+        drafting = self.spec.speculation is not None
         return EngineCounters(
             rank="0",
-            read_ns=now_ns,
+            read_ns=now_ns + self._start.monotonic_ns,
             prompt_tokens=told.prompt_tokens,
             computed_prompt_tokens=told.computed_prompt_tokens,
             generated_tokens=told.generated_tokens,
@@ -121,33 +179,40 @@ class _Served:
             time_to_first_token_s=told.time_to_first_token_ns / SECOND_NS,
             counted_steps=told.counted_steps,
             requests_running=told.requests_running,
-            requests_waiting=told.requests_waiting,
+            requests_waiting=told.requests_waiting + self.engine.transferring(now_ns),
             kv_usage_ratio=told.kv_usage_ratio,
             prefix_query_tokens=told.prefix_query_tokens,
             prefix_hit_tokens=told.prefix_hit_tokens,
             preemptions=told.preemptions,
+            drafts=told.drafts if drafting else None,
+            draft_tokens=told.draft_tokens if drafting else None,
+            accepted_tokens=told.accepted_tokens if drafting else None,
             asleep=False,
         )
 
     def step_series(self, steps: list[Step], base_ns: int) -> StepSeries:
         """Return the steps as columns. Recomputed contexts stand among the prefill tokens."""
+        steps, lost = self.faults.kept([step for step in steps if not step.died])
+        drafting = self.spec.speculation is not None
 
-        def of(name: str) -> list[int]:
-            return [getattr(step, name) for step in steps]
+        def of(name: str) -> NDArray[np.int64]:
+            return column([getattr(step, name) for step in steps], "i8")
 
         return StepSeries(
             engine_id=self.engine_id,
             source="simulator",
             exact=True,
-            lost=0,
+            lost=lost,
             start_ns=column([step.start_ns + base_ns for step in steps], "i8"),
             end_ns=column([step.end_ns + base_ns for step in steps], "i8"),
-            prefill_tokens=column(of("prefill_tokens"), "i8"),
-            decode_tokens=column(of("decode_tokens"), "i8"),
-            delivered_tokens=column(of("delivered_tokens"), "i8"),
-            sequences=column(of("sequences"), "i8"),
-            kv_tokens=column(of("kv_tokens"), "i8"),
-            preemptions=column(of("preemptions"), "i8"),
+            prefill_tokens=of("prefill_tokens"),
+            decode_tokens=of("decode_tokens"),
+            delivered_tokens=of("delivered_tokens"),
+            sequences=of("sequences"),
+            kv_tokens=of("kv_tokens"),
+            draft_tokens=of("draft_tokens") if drafting else None,
+            accepted_tokens=of("accepted_tokens") if drafting else None,
+            preemptions=of("preemptions"),
         )
 
 
@@ -164,27 +229,35 @@ class SimulatedNode:
         self._node = Node(hostname=scenario.hostname, boot_id=f"simulated-{scenario.seed}", simulated=True)
         sample_ns = 0 if visible.counters is None else visible.counters.period_ns
         keep_ns = max(SECOND_NS, longest_tick_ns + sample_ns)
-        self._served = [_Served(i, spec, scenario, start, keep_ns) for i, spec in enumerate(scenario.engines)]
+        clocks = Clocks(scenario.clocks)
+        self._served = [
+            _Served(i, spec, scenario, start, keep_ns, clocks) for i, spec in enumerate(scenario.engines)
+        ]
         self._texts = {served.model_text: served.config for served in self._served}
-        holders = {
-            gpu: (served, rank) for served in self._served for rank, gpu in enumerate(served.spec.gpus)
-        }
-        self._cards: list[tuple[Card, _Served | None]] = []
+        self._by_name = {served.spec.name: served for served in self._served}
+        self._shared = _shared(self._served)
+        self._cards: list[tuple[Card, list[tuple[_Served, int]], CounterFaults]] = []
         for index, spec in enumerate(scenario.gpus):
             peaks = find_peaks(spec.name, spec.memory_total_bytes)
             if peaks is None:
                 raise ScenarioError(f"no peaks are known of {spec.name} with {spec.memory_total_bytes} bytes")
-            served, rank = holders.get(index, (None, 0))
+            holders = [
+                (served, served.spec.gpus.index(index))
+                for served in self._served
+                if index in served.spec.gpus
+            ]
+            taken = sum(served.costs.memory_used_bytes for served, _ in holders)
+            if taken > spec.memory_total_bytes:
+                raise ScenarioError(f"engines take {taken} bytes of a GPU with {spec.memory_total_bytes}")
             card = Card(
                 index,
                 spec,
                 peaks,
-                None if served is None else served.timeline,
-                pid=0 if served is None else served.worker_pid(rank),
-                memory_used_bytes=0 if served is None else served.costs.memory_used_bytes,
+                [served.timelines[served.kind(rank)] for served, rank in holders],
+                clocks=clocks,
                 seed=scenario.seed,
             )
-            self._cards.append((card, served))
+            self._cards.append((card, holders, CounterFaults(scenario.faults, index, scenario.seed)))
         self._totals = [Split({}, {}) for _ in self._cards]
         self._now_ns = 0
         self._sequence = 0
@@ -194,36 +267,43 @@ class SimulatedNode:
         base_ns = self._start.monotonic_ns
         visible = self._visible
         window_ns = until_ns - self._now_ns
-        splits: dict[str, Split] = {}
+        splits: dict[str, list[Split]] = {}
         engines, series, truths = [], [], []
-        for served in self._served:
-            steps = served.engine.advance(until_ns)
-            pending = served.engine.pending
-            served.timeline.advance(steps, pending, until_ns)
-            splits[served.engine_id] = served.account.advance(steps, pending, until_ns)
+        for served, steps in self._advance(until_ns, splits):
             done = work_of(steps, len(served.spec.gpus))
             served.total = add_work(served.total, done)
             truths.append(EngineTruth(served.engine_id, done, served.total))
-            engines.append(
-                served.reading(until_ns + base_ns, counters=visible.engine_counters, steps=visible.steps)
-            )
+            reading = served.reading(until_ns, counters=visible.engine_counters, steps=visible.steps)
+            if reading is not None:
+                engines.append(reading)
             if visible.steps:
                 series.append(served.step_series(steps, base_ns))
 
         bare = Split({"idle": window_ns}, {"unallocated": window_ns}) if window_ns else Split({}, {})
         gpu_truths = []
-        for index, (card, holder) in enumerate(self._cards):
-            split = bare if holder is None else splits[holder.engine_id]
+        for index, (card, holders, _) in enumerate(self._cards):
+            split = bare
+            for served, rank in holders[:1]:
+                split = splits[served.engine_id][served.kind(rank)]
             self._totals[index] = add_split(self._totals[index], split)
             gpu_truths.append(GpuTruth(card.hw_id, split, self._totals[index]))
         counters = (
             ()
             if visible.counters is None
             else tuple(
-                taken
-                for card, _ in self._cards
+                shown
+                for card, _, faults in self._cards
                 if (taken := card.samples(visible.counters, until_ns, base_ns)) is not None
+                and (shown := faults.shown(taken, base_ns)) is not None
             )
+        )
+        gpus = tuple(
+            card.reading(
+                until_ns,
+                base_ns,
+                tuple(p for served, rank in holders for p in served.process(rank, until_ns)),
+            )
+            for card, holders, _ in self._cards
         )
         snapshot = Snapshot(
             sequence=self._sequence,
@@ -231,7 +311,7 @@ class SimulatedNode:
             boottime_ns=self._start.boottime_ns + until_ns,
             wall_ns=self._start.wall_ns + until_ns,
             node=self._node,
-            gpus=tuple(card.reading(until_ns, base_ns) for card, _ in self._cards) if visible.gpus else None,
+            gpus=gpus if visible.gpus else None,
             engines=tuple(engines),
             steps=tuple(series),
             counters=counters,
@@ -240,6 +320,63 @@ class SimulatedNode:
         self._now_ns = until_ns
         self._sequence += 1
         return snapshot, Truth(snapshot.monotonic_ns, window_ns, tuple(gpu_truths), tuple(truths))
+
+    def _advance(self, until_ns: int, splits: dict[str, list[Split]]) -> list[tuple[_Served, list[Step]]]:
+        """Run all engines, those that hand on their requests first; fill in how the time of GPUs split."""
+        ran: dict[str, list[Step]] = {}
+        for served in sorted(self._served, key=lambda each: each.spec.hands_to is None):
+            if served.engine_id in ran:
+                continue
+            sharers = self._shared.get(served.engine_id)
+            if sharers is None:
+                engine = served.engine
+                ran[served.engine_id] = steps = engine.advance(until_ns)
+                splits[served.engine_id] = [
+                    account.advance(steps, engine.pending, until_ns, engine.spans)
+                    for account in served.accounts
+                ]
+            else:
+                group, sharing = sharers
+                done, split = sharing.advance(until_ns)
+                for each, steps in zip(group, done, strict=True):
+                    ran[each.engine_id] = steps
+                    splits[each.engine_id] = [split] * len(each.accounts)
+            self._hand_on(served)
+        for served in self._served:
+            engine = served.engine
+            engine.spans[:] = [span for span in engine.spans if span[1] > until_ns]
+            for timeline in served.timelines:
+                timeline.advance(ran[served.engine_id], engine.pending, until_ns)
+        return [(served, ran[served.engine_id]) for served in self._served]
+
+    def _hand_on(self, served: _Served) -> None:
+        way = served.spec.hands_to
+        if way is None:
+            return
+        token_bytes = served.costs.shape.kv_bytes_per_token()
+        for at_ns, request in served.engine.handed:
+            moved_ns = way.latency_ns + request.prompt_tokens * token_bytes / way.bytes_per_s * SECOND_NS
+            there = msgspec.structs.replace(
+                request,
+                arrival_ns=at_ns + round(moved_ns),
+                prefix_hit_tokens=0,
+                transferred_tokens=request.prompt_tokens - 1,
+            )
+            self._by_name[way.engine].engine.receive(there, at_ns)
+        served.engine.handed.clear()
+
+
+def _shared(served: list[_Served]) -> dict[str, tuple[list[_Served], Sharing]]:
+    """Return, for each engine that shares its GPUs, all of its group and what drives them."""
+    groups: dict[frozenset[int], list[_Served]] = {}
+    for each in served:
+        groups.setdefault(frozenset(each.spec.gpus), []).append(each)
+    found = {}
+    for group in groups.values():
+        if len(group) > 1:
+            sharing = Sharing([each.engine for each in group])
+            found.update({each.engine_id: (group, sharing) for each in group})
+    return found
 
 
 def simulate(

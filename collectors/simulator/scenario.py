@@ -10,11 +10,19 @@ from collections.abc import Mapping
 
 import msgspec
 
-SECOND_NS = 1_000_000_000
-
-
-class ScenarioError(ValueError):
-    """A scenario that cannot be: the message names the engine or GPU and what does not fit."""
+from gpuidle.agent.model import Role
+from gpuidle.collectors.simulator.options import SECOND_NS as SECOND_NS  # noqa: PLC0414 - part of this
+from gpuidle.collectors.simulator.options import (
+    ClockSpell,
+    Fault,
+    Handover,
+    LateTokens,
+    LostSteps,
+    Restart,
+    Speculation,
+    Straggler,
+)
+from gpuidle.collectors.simulator.options import ScenarioError as ScenarioError  # noqa: PLC0414
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -25,11 +33,14 @@ class Request(msgspec.Struct, frozen=True):
     output_tokens: int
     prefix_hit_tokens: int = 0
     """Leading prompt tokens whose KV is cached already; less than `prompt_tokens`."""
+    transferred_tokens: int = 0
+    """Those after them whose KV came from another engine (see Handover)."""
 
     def __post_init__(self) -> None:
         if self.arrival_ns < 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ScenarioError(f"a request needs a time, a prompt and an output: {self}")
-        if not 0 <= self.prefix_hit_tokens < self.prompt_tokens:
+        known = self.prefix_hit_tokens + self.transferred_tokens
+        if min(self.prefix_hit_tokens, self.transferred_tokens) < 0 or known >= self.prompt_tokens:
             raise ScenarioError(f"a prefix hit leaves at least one prompt token to compute: {self}")
 
 
@@ -127,6 +138,14 @@ class GpuSpec(msgspec.Struct, frozen=True):
     memory_clock_hz: int = 2_619_000_000
     reachable_bandwidth_ratio: float = 0.93
     """Of the sheet's bandwidth, what the best copy reaches: time that DRAM needs is counted at this rate."""
+    power_cap_watts: float | None = None
+    """A limit below `power_limit_watts` that someone set: steps that would draw more run at the SM clock
+    that fits it (what they draw beyond `loaded_watts` goes with the clock squared). None: no cap."""
+
+    def __post_init__(self) -> None:
+        cap = self.power_cap_watts
+        if cap is not None and not self.loaded_watts < cap <= self.power_limit_watts:
+            raise ScenarioError(f"a power cap lies between loaded idle and the limit: {cap} W")
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -140,7 +159,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     config: Mapping[str, object]
     """The model's config.json."""
     gpus: tuple[int, ...]
-    """Indices of the GPUs it holds; their number is the tensor-parallel size."""
+    """Indices of the GPUs it holds; their number is the tensor-parallel size times `pipeline_stages`."""
     arrivals: tuple[Arrivals, ...] = ()
     max_batched_tokens: int = 2048
     max_sequences: int = 256
@@ -161,6 +180,20 @@ class EngineSpec(msgspec.Struct, frozen=True):
     jitter: float = 0.02
     """Standard deviation of the part by which a step takes longer than its model says; never shorter."""
     version: str = "0.32.0"
+    speculation: Speculation | None = None
+    pipeline_stages: int = 1
+    """Stages that divide the layers, each on as many GPUs, in the order of `gpus`. A GPU works in its part
+    of a step and waits for the others' in the rest: the bubble, `waiting_peer`."""
+    microbatches: int = 1
+    """Parts of a step that follow each other through the stages, each of which reads the weights: a stage
+    works m of the m + stages - 1 parts of a step's time."""
+    async_scheduling: bool = False
+    """The next step is scheduled while one runs: `host_gap_ns` shows only where it is longer than the step,
+    and requests that come during a step wait for the one after the next."""
+    straggler: Straggler | None = None
+    role: Role = "unified"
+    hands_to: Handover | None = None
+    """For role "prefill": where its requests go on."""
 
     def __post_init__(self) -> None:
         if not self.gpus or len(set(self.gpus)) != len(self.gpus):
@@ -171,6 +204,21 @@ class EngineSpec(msgspec.Struct, frozen=True):
             raise ScenarioError(f"{self.name}: an efficiency is more than 0 and at most 1")
         if min(self.host_gap_ns, self.launch_ns, self.collective_latency_ns, self.jitter) < 0:
             raise ScenarioError(f"{self.name}: a delay is not negative")
+        if min(self.pipeline_stages, self.microbatches) < 1 or len(self.gpus) % self.pipeline_stages:
+            raise ScenarioError(
+                f"{self.name}: stages have as many GPUs each, and microbatches are at least 1"
+            )
+        if self.straggler is not None and self.straggler.rank >= len(self.gpus):
+            raise ScenarioError(f"{self.name}: the straggler is a rank that is not there")
+        if (self.role == "prefill") != (self.hands_to is not None):
+            raise ScenarioError(f"{self.name}: a prefill engine, and no other, hands its requests on")
+        if self.role == "prefill" and any(isinstance(kind, ClosedLoop) for kind in self.arrivals):
+            raise ScenarioError(f"{self.name}: users of a prefill engine do not wait for an answer")
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that divide each matrix."""
+        return len(self.gpus) // self.pipeline_stages
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -187,16 +235,72 @@ class Scenario(msgspec.Struct, frozen=True):
     duration_ns: int | None = None
     """None: for ever."""
     hostname: str = "simulated"
+    shared_gpus: bool = False
+    """Engines may hold the same GPUs: their kernels take turns, so that each of n steps at once runs at 1/n
+    of its speed. Engines that share hold all their GPUs together."""
+    clocks: tuple[ClockSpell, ...] = ()
+    """Times in which an SM clock is not the sheet's; of several the first that holds."""
+    faults: tuple[Fault, ...] = ()
+    """What is wrong with what the reader of the node is given to see; the truth is told beside it all the
+    same. A Restart is an event of the node."""
 
     def __post_init__(self) -> None:
         held = [index for engine in self.engines for index in engine.gpus]
         if any(not 0 <= index < len(self.gpus) for index in held):
             raise ScenarioError(f"an engine holds a GPU that is not there: {held}")
-        if len(set(held)) != len(held):
+        if len(set(held)) != len(held) and not self.shared_gpus:
             raise ScenarioError(f"two engines hold one GPU: {held}")
         for engine in self.engines:
             if len({self.gpus[index] for index in engine.gpus}) > 1:
                 raise ScenarioError(f"{engine.name}: the GPUs of one engine are alike")
+        self._check_names()
+        self._check_shared()
+        if any(not 0 <= spell.gpu < len(self.gpus) for spell in self.clocks):
+            raise ScenarioError("a clock is of a GPU that is not there")
+        back: dict[str, int] = {}
+        for restart in self.restarts():
+            if restart.at_ns < back.get(restart.engine, 0):
+                raise ScenarioError(f"{restart.engine}: restarts again before it is back")
+            back[restart.engine] = restart.back_ns
+
+    def _check_names(self) -> None:
+        by_name = {engine.name: engine for engine in self.engines}
+        named = [getattr(fault, "engine", None) for fault in self.faults]
+        if any(name is not None and name not in by_name for name in named):
+            raise ScenarioError(f"a fault is of an engine that is not there: {named}")
+        if any((getattr(fault, "gpu", None) or 0) >= len(self.gpus) for fault in self.faults):
+            raise ScenarioError("a fault is of a GPU that is not there")
+        for engine in self.engines:
+            if engine.hands_to is not None:
+                peer = by_name.get(engine.hands_to.engine)
+                if peer is None or peer.role != "decode":
+                    raise ScenarioError(f"{engine.name}: hands its requests to a decode engine of the node")
+
+    def _check_shared(self) -> None:
+        places = [set(engine.gpus) for engine in self.engines]
+        restarting = {restart.engine for restart in self.restarts()}
+        for engine in self.engines:
+            mine = set(engine.gpus)
+            if sum(bool(mine & place) for place in places) < 2:
+                continue
+            if any(mine & place and mine != place for place in places):
+                raise ScenarioError(f"{engine.name}: engines that share a GPU share all of them")
+            if engine.pipeline_stages > 1 or engine.straggler or engine.name in restarting:
+                raise ScenarioError(f"{engine.name}: on shared GPUs no pipeline, straggler or restart")
+
+    def restarts(self) -> list[Restart]:
+        """Return the restarts in order."""
+        found = [fault for fault in self.faults if isinstance(fault, Restart)]
+        return sorted(found, key=lambda restart: restart.at_ns)
+
+    def lost_steps(self, engine: str) -> list[LostSteps]:
+        """Return how steps of this engine get lost."""
+        return [f for f in self.faults if isinstance(f, LostSteps) and f.engine in (None, engine)]
+
+    def late_ns(self, engine: str) -> int:
+        """Return by how much this engine's counters are late."""
+        late = [f.late_ns for f in self.faults if isinstance(f, LateTokens) and f.engine in (None, engine)]
+        return max(late, default=0)
 
 
 LLAMA_3_70B: Mapping[str, object] = {

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from gpuidle.agent.model import EngineCounters, Snapshot
 from gpuidle.collectors.simulator.arrivals import Feed
+from gpuidle.collectors.simulator.batch import Step
 from gpuidle.collectors.simulator.costs import Costs
-from gpuidle.collectors.simulator.engine import Engine, Step
+from gpuidle.collectors.simulator.engine import Engine
 from gpuidle.collectors.simulator.node import simulate
 from gpuidle.collectors.simulator.scenario import (
     LLAMA_3_8B,

@@ -13,7 +13,7 @@ from tests.collectors.simulator.nodes import SMALL
 
 from gpuidle.agent.physics.roofline import step_time_s
 from gpuidle.agent.physics.work import work
-from gpuidle.collectors.simulator.costs import Costs, Load, split
+from gpuidle.collectors.simulator.costs import STEP_CAUSES, Costs, Load, split
 from gpuidle.collectors.simulator.scenario import (
     LLAMA_3_8B,
     LLAMA_3_70B,
@@ -98,9 +98,8 @@ def test_prefill_is_bound_by_compute_and_decode_by_memory() -> None:
     costs = ENGINES["tensor-parallel"]
     prefill = costs.of(Load(2048, 1, 2048 * 2049 // 2, 0), 1.0)
     decode = costs.of(Load(8, 8, 8 * 1000, 8 * 999), 1.0)
-    names = ("useful", "padding", "memory_bound", "communication", "latency")
-    in_prefill = dict(zip(names, prefill.causes_ns, strict=True))
-    in_decode = dict(zip(names, decode.causes_ns, strict=True))
+    in_prefill = dict(zip(STEP_CAUSES, prefill.causes_ns, strict=True))
+    in_decode = dict(zip(STEP_CAUSES, decode.causes_ns, strict=True))
     assert in_prefill["memory_bound"] == 0
     assert 0.35 < in_prefill["useful"] / prefill.duration_ns < 0.45
     assert in_decode["useful"] / decode.duration_ns < 0.02

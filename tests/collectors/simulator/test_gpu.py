@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.collectors.simulator.nodes import asked, node, ran, steps_of
 
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, GpuReading, Snapshot
-from gpuidle.collectors.simulator.engine import Step
+from gpuidle.collectors.simulator.batch import Step
 from gpuidle.collectors.simulator.gpu import START_ENERGY_JOULES, Sampling
 from gpuidle.collectors.simulator.node import START, Visible, simulate
 from gpuidle.collectors.simulator.scenario import SECOND_NS, EngineSpec, GpuSpec, Request

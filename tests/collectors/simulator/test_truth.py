@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.collectors.simulator.nodes import asked, counters_of, node, ran, steps_of
 
+from gpuidle.collectors.simulator.batch import apportion
 from gpuidle.collectors.simulator.scenario import SECOND_NS, Request
-from gpuidle.collectors.simulator.truth import apportion, phase_of
+from gpuidle.collectors.simulator.truth import phase_of
 
 LOAD = asked(*(Request(i * SECOND_NS // 5, 400 + 90 * (i % 5), 40 + i) for i in range(12)))
 
