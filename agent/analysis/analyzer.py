@@ -15,8 +15,21 @@ from typing import TypeAlias
 import msgspec
 
 from gpuidle.agent.analysis.activity import Activity, activity, without_stale_rest
-from gpuidle.agent.analysis.cores import core_reading, cores_of, joined, on_device, place, prune_steps
-from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, settle_engine, sums_within
+from gpuidle.agent.analysis.cores import (
+    core_reading,
+    cores_of,
+    joined,
+    on_device,
+    place,
+    prune_steps,
+    with_waits,
+)
+from gpuidle.agent.analysis.enginewindow import (
+    EngineWindow,
+    holders,
+    settle_engine,
+    sums_within,
+)
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
 from gpuidle.agent.analysis.prompts import give_back
 from gpuidle.agent.analysis.rates import Sums, sums_between
@@ -253,7 +266,7 @@ class Analyzer:
         busy = mean_known([each.active_ns for each in seen.values()])
         whole = settle_engine(track, reading, window, self._known_shape(reading), busy)
         if not cores:
-            return dict.fromkeys(seen, whole)
+            return with_waits(dict.fromkeys(seen, whole), [list(seen)], self._gpus, window)
         placed = place(reading, cores, list(seen), gpus)
         done: dict[str, EngineWindow] = {}
         for rank, core in cores.items():
@@ -262,10 +275,12 @@ class Analyzer:
             done[rank] = settle_engine(core, own, window, self._known_shape(own), mean_known(mine))
         whole = joined(track, whole, list(done.values()))
         window_ns = window.end_ns - window.start_ns
-        return {
+        views = {
             hw_id: on_device(whole, done.get(placed.get(hw_id, "")), each, window_ns)
             for hw_id, each in seen.items()
         }
+        groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in cores]
+        return with_waits(views, groups, self._gpus, window)
 
     def _price(self, name: str) -> float | None:
         prices = self._settings.price_per_hour

@@ -13,9 +13,10 @@ import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.durations import together
-from gpuidle.agent.analysis.enginewindow import EngineWindow
+from gpuidle.agent.analysis.enginewindow import EngineWindow, device_peaks
 from gpuidle.agent.analysis.integers import split
-from gpuidle.agent.analysis.tracks import EngineTrack
+from gpuidle.agent.analysis.peers import group_of, waits
+from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Evidence, GpuReading, Phase, Shares, StepSeries
 
 BUSY_RATIO, REST_RATIO = 0.5, 0.1
@@ -122,6 +123,34 @@ def joined(track: EngineTrack, whole: EngineWindow, cores: Sequence[EngineWindow
         done = sum(core.work.flops for core in cores if core.work is not None)
         track.flops_total = (track.flops_total or 0.0) + done * gpus
     return msgspec.structs.replace(whole, shares=shares)
+
+
+def with_waits(
+    views: Mapping[str, EngineWindow],
+    groups: Sequence[Sequence[str]],
+    tracks: Mapping[str, GpuTrack],
+    window: Pending,
+) -> dict[str, EngineWindow]:
+    """Return the views of an engine's devices with what each waited for the others of its group."""
+    found = dict(views)
+    for devices in groups:
+        if not devices:
+            continue
+        place = views[devices[0]].reading.parallelism
+        group = group_of(place, {hw_id: tracks[hw_id].reading.index for hw_id in devices})
+        if not group:
+            continue
+        peaks = device_peaks(tracks[group[0]].reading)
+        waited = waits(
+            [list(tracks[hw_id].counters) for hw_id in group],
+            window.start_ns,
+            window.end_ns,
+            tensor_parallel=place.tensor,
+            peak_bytes_per_s=None if peaks is None else peaks.memory_bytes_per_s,
+        )
+        for hw_id, each in zip(group, waited or (), strict=False):
+            found[hw_id] = msgspec.structs.replace(found[hw_id], waits=each)
+    return found
 
 
 def mean_shares(shares: Sequence[Shares]) -> Shares:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from gpuidle.agent.analysis.durations import together
+from gpuidle.agent.analysis.peers import Waits
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.stepwork import Steps, steps_of, summed
@@ -45,6 +46,8 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     shares: Shares
     unplaced: bool = False
     """Which of its data-parallel cores the device belongs to is not known."""
+    waits: Waits | None = None
+    """What the device waited for the others of its group; None: it has none, or not all were seen."""
 
 
 _peaks = lru_cache(maxsize=64)(find_peaks)

@@ -9,6 +9,7 @@ from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
+from gpuidle.agent.analysis.peers import idle_wait
 from gpuidle.agent.analysis.stepwork import step_terms
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
@@ -48,11 +49,21 @@ def _idle_because(engines: Sequence[EngineWindow]) -> IdleBecause:
         return "no_request"
     if any(e.unplaced for e in engines):
         return "unattributed"
+    if len(engines) == 1 and _awaits_cache(engines[0]):
+        return "waiting_peer"
     if all(e.steps is not None for e in engines):
         return "no_request"  # the steps told the gaps with requests apart already
     if any(e.sums is not None and e.sums.always_running for e in engines):
         return "host_gap"
     return "unattributed"
+
+
+def _awaits_cache(engine: EngineWindow) -> bool:
+    """Whether a decode-only engine has requests and nothing to run: their KV cache is still on its way."""
+    sums = engine.sums
+    if engine.reading.role != "decode" or sums is None or sums.moved:
+        return False
+    return sums.running == (0, 0) and all(value is not None and value > 0 for value in sums.waiting)
 
 
 def evidence_of(
@@ -73,8 +84,13 @@ def evidence_of(
     because = _idle_because(engines)
     useful_ns = None if seconds is None else seconds[1] * 1e9 / max(1.0, clock)
     tensor_ns = None if seen.tensor_ns is None else seen.tensor_ns / TENSOR_CEILING_RATIO
-    host_gap = _host_gap(window_ns, seen, engines)
     one = engines[0] if len(engines) == 1 else None
+    waited, waited_measured = _waited(window_ns, seen, one)
+    host_gap = _host_gap(window_ns, seen, engines, waited)
+    if one is not None and _turns_unseen(one):
+        because = "unattributed"
+    elif host_gap is not None:
+        because = "no_request"
     excess, talk = _excess(track, seen, one, peaks)
     padding = _padding(one, peaks)
     if useful_ns is not None and peaks is not None:
@@ -101,8 +117,11 @@ def evidence_of(
         communication_ns=talk,
         clock_ratio=clock,
         throttle=_throttle(reading),
-        idle_because="no_request" if host_gap is not None else because,
+        idle_because=because,
         host_gap_ns=host_gap,
+        waiting_idle_ns=waited,
+        waiting_measured=waited_measured,
+        waiting_active_ns=0.0 if one is None or one.waits is None else one.waits.spinning_ns,
         host_gap_measured=one is not None
         and one.steps is not None
         and one.steps.shares.evidence == "measured",
@@ -118,7 +137,28 @@ def _padding(engine: EngineWindow | None, peaks: DevicePeaks | None) -> float | 
     return steps * engine.decode.pipe_s(peaks) * 1e9 * engine.decode.padding_ratio
 
 
-def _host_gap(window_ns: int, seen: Activity, engines: Sequence[EngineWindow]) -> float | None:
+def _turns_unseen(engine: EngineWindow) -> bool:
+    """Whether a stage of a pipeline is inactive for reasons that no step tells: its turn, or the host."""
+    at_rest = engine.sums is not None and engine.sums.at_rest
+    return engine.reading.parallelism.pipeline > 1 and engine.steps is None and not at_rest
+
+
+def _stepping_ns(window_ns: int, seen: Activity, engine: EngineWindow) -> float | None:
+    """Return the time with a step under way, where steps and counters saw the whole window."""
+    if engine.steps is None or seen.observed_ns < 0.98 * window_ns:
+        return None
+    return float(window_ns - engine.steps.shares.idle_ns)
+
+
+def _waited(window_ns: int, seen: Activity, engine: EngineWindow | None) -> tuple[float, bool]:
+    if engine is None or seen.active_ns is None or not seen.active_measured:
+        return 0.0, False
+    return idle_wait(engine.waits, seen.active_ns, _stepping_ns(window_ns, seen, engine), window_ns)
+
+
+def _host_gap(
+    window_ns: int, seen: Activity, engines: Sequence[EngineWindow], waited_ns: float
+) -> float | None:
     """Return the inactive time that the host took of a single engine's window; None: it cannot be told.
 
     Exact steps tell; else each step takes what steps took while requests were running all the time.
@@ -128,11 +168,19 @@ def _host_gap(window_ns: int, seen: Activity, engines: Sequence[EngineWindow]) -
     engine = engines[0]
     if engine.unplaced:
         return None
-    if engine.steps is not None:
-        # Inactive within a step is the host's as well: between launches nothing runs.
-        stepping_ns = window_ns - engine.steps.shares.idle_ns
-        return engine.steps.gap_with_requests_ns + max(0.0, stepping_ns - seen.active_ns)
     sums = engine.sums
+    if engine.reading.role == "decode" and sums is not None and not sums.moved and sums.running == (0, 0):
+        return None if any(sums.waiting) else 0.0  # what begins decoding later lived elsewhere
+    if engine.steps is not None:
+        # Inactive within a step is the host's as well, but for turns of other stages: between launches
+        # nothing runs.
+        stepping_ns = _stepping_ns(window_ns, seen, engine)
+        launching = 0.0 if stepping_ns is None else max(0.0, stepping_ns - seen.active_ns - waited_ns)
+        return engine.steps.gap_with_requests_ns + launching
+    if _turns_unseen(engine):
+        if engine.waits is None or sums is None or not sums.always_running:
+            return None
+        return max(0.0, window_ns - seen.active_ns - engine.waits.idle_high_ns)
     if sums is None or sums.reset or sums.counted_steps is None or engine.gap_ns is None:
         return None
     if not sums.moved:

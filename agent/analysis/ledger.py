@@ -8,6 +8,7 @@ With T the window, per GPU and in this order, every term clipped at 0 (design: T
     throttled = min(E - useful, A * max(0, 1 - c))      padding = E - useful - throttled
     R = g - E; memory_bound = min(R, max(0, M - E)), M = DRAM bytes over reachable bandwidth
     communication = min(R - memory_bound, N); latency = what is left of R
+    waiting_peer: of R and of I, what the counters of the group show as waiting (see `peers`)
     I = T - g, by what the engine and its processes say
 
 With less evidence the terms fold and never guess: what the evidence cannot split is `unattributed`, and a
@@ -26,6 +27,7 @@ from gpuidle.agent.model import CAUSES
 IdleBecause = Literal[
     "host_gap",
     "no_request",
+    "waiting_peer",
     "unallocated",
     "starting",
     "suspended",
@@ -66,6 +68,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     idle_because: IdleBecause = "unattributed"
     host_gap_ns: float | None = None
     """Of the inactive time, what is known to be host gap (steps tell); the rest is `idle_because`."""
+    waiting_idle_ns: float = 0.0
+    """Of the inactive time, what another GPU of the group was waited for."""
+    waiting_measured: bool = False
+    """Whether counters of the whole group tell `waiting_idle_ns`; else steps and their sums bound it."""
+    waiting_active_ns: float = 0.0
+    """Of the active time, what was spent spinning for a peer: inferred, so an estimate."""
     host_gap_measured: bool = False
     """Whether exact steps tell `host_gap_ns`; else it is what steps usually take."""
     owner: Literal["engine", "foreign", "starting", "suspended", "unallocated"] = "engine"
@@ -166,6 +174,8 @@ def _with_counter(
     estimated |= doubtful
     if memory is not None:
         wanted["memory_bound"] = memory
+    spun = min(rest - (memory or 0.0), max(0.0, evidence.waiting_active_ns))
+    rest -= spun
     if memory is not None and ((evidence.memory_measured and tensor is not None) or evidence.split_rest):
         communication = min(rest - memory, evidence.communication_ns or 0.0)
         wanted["communication"] = communication
@@ -176,11 +186,19 @@ def _with_counter(
         # What is neither computing nor moving bytes by the work model may be communication, latency or the
         # model's own error: no evidence splits it.
         wanted["unattributed"] = wanted.get("unattributed", 0.0) + rest - (memory or 0.0)
-    inactive = observed_ns - active
-    host_gap = min(inactive, evidence.host_gap_ns or 0.0)
+    wanted["waiting_peer"] = spun
+    if spun or not evidence.waiting_measured:
+        estimated.add("waiting_peer")
+    return wanted, estimated | _add_idle(wanted, evidence, observed_ns - active)
+
+
+def _add_idle(wanted: dict[str, float], evidence: Evidence, inactive: float) -> set[str]:
+    """Add the causes of the inactive time; return those that are estimates."""
+    waited = min(inactive, max(0.0, evidence.waiting_idle_ns))
+    host_gap = min(inactive - waited, evidence.host_gap_ns or 0.0)
+    wanted["waiting_peer"] += waited
     wanted["host_gap"] = host_gap
-    wanted[evidence.idle_because] = wanted.get(evidence.idle_because, 0.0) + inactive - host_gap
+    left = inactive - waited - host_gap
+    wanted[evidence.idle_because] = wanted.get(evidence.idle_because, 0.0) + left
     told = evidence.host_gap_ns is None or evidence.host_gap_measured
-    if not (evidence.active_measured and told):
-        estimated |= {"host_gap", evidence.idle_because}
-    return wanted, estimated
+    return set() if evidence.active_measured and told else {"host_gap", evidence.idle_because}
