@@ -1,9 +1,9 @@
 """What of the idle compute could be had back: by more rows a step, before something stops it.
 
 A decode step moves the weights whatever its batch. With k times the rows it does k times the work in a time
-that grows only by the contexts it reads. What stops it first is the ridge (compute binds), the KV cache (no
-room for more contexts) or the engine's limit of sequences. A node whose cache is full has nothing to reclaim,
-however idle its tensor cores are.
+that grows only by the contexts it reads. What stops it first is the ridge (compute binds) or the KV cache (no
+room for more contexts). A node whose cache is full has nothing to reclaim, however idle its tensor cores are.
+The engine's limit of sequences stops nothing: it is a setting, and whoever reads the figure can raise it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reclaimable_ns(
         known: What was computed before; filled here.
         shape: The model.
         peaks: The device's.
-        reading: The engine's limits and its parallelism.
+        reading: The engine's cache and its parallelism.
         sums: The window's tokens and gauges.
         decode_ns: Time in decode steps.
         busy_ns: Time with work on the GPU.
@@ -53,8 +53,7 @@ def reclaimable_ns(
         return None
     if decode_ns <= 0 or busy_ns <= 0:
         return 0
-    room = rows / min(1.0, usage)
-    seats = min(room, float(reading.limits.max_sequences or math.inf))
+    seats = rows / min(1.0, usage)
     if seats <= rows:
         return 0
     context = capacity * usage / rows

@@ -42,8 +42,11 @@ def test_a_small_batch_with_an_empty_cache_can_have_much_back() -> None:
     assert small > 0.05 * T
 
 
-def test_the_engines_own_limit_of_sequences_stops_it() -> None:
-    assert reclaim(16, 0.01, seats=16) == 0
+def test_the_engines_own_limit_of_sequences_is_a_setting_that_can_be_raised() -> None:
+    limited = reclaim(16, 0.01, seats=16)
+    assert limited == reclaim(16, 0.01)
+    assert limited is not None
+    assert limited > 0.1 * T
 
 
 def test_an_unknown_cache_says_nothing() -> None:
