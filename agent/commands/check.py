@@ -23,7 +23,13 @@ from gpuidle.agent.commands.check_logic import (
     verdict,
     waste,
 )
-from gpuidle.agent.commands.session import live_source, price_options, run_until_signalled, source_options
+from gpuidle.agent.commands.session import (
+    all_settled,
+    live_source,
+    price_options,
+    run_until_signalled,
+    source_options,
+)
 
 if TYPE_CHECKING:
     from gpuidle.agent.model import Frame
@@ -205,7 +211,7 @@ class _Span:
         """Take a Frame; end the run after the window."""
         if self._begin_ns is None:
             self._begin_ns = frame.monotonic_ns
-        settled = bool(frame.gpus) and all(gpu.window_ns for gpu in frame.gpus)
+        settled = bool(frame.gpus) and all_settled(frame)
         if self.first is None and settled:
             self.first = frame
             self._begin_ns = frame.monotonic_ns

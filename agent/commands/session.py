@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuidle import __version__
-from gpuidle.agent.model import EngineReading, GpuReading, Node, OutletStatus, Reading
+from gpuidle.agent.model import EngineReading, Frame, GpuReading, Node, OutletStatus, Reading
 from gpuidle.agent.pipeline import Pipeline
 from gpuidle.agent.ports import Collector, Source
 
@@ -304,6 +304,12 @@ def live_source(
         fpm = [FpmEndpoint(endpoint, name) for name, endpoint in steps_fpm]
         collectors.append(StepsCollector(engines.engines, proc=proc, fpm=fpm))
     return Sampler(collectors, SystemClock(), this_node(), interval_ns=round(interval * 1e9))
+
+
+def all_settled(frame: Frame) -> bool:
+    """Return whether every device has a settled window. A GPU that is split never has: its instances do."""
+    split = {gpu.parent_hw_id for gpu in frame.gpus}
+    return all(gpu.window_ns for gpu in frame.gpus if gpu.hw_id not in split)
 
 
 class Status:

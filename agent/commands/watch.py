@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuidle.agent.commands.session import (
+    all_settled,
     live_source,
     price_options,
     run_until_signalled,
@@ -168,7 +169,7 @@ class _Once:
             return
         self.frames.append(frame)
         seen = len(self.frames)
-        settled = all(gpu.window_ns for gpu in frame.gpus) and all(e.phases.window_ns for e in frame.engines)
+        settled = all_settled(frame) and all(e.phases.window_ns for e in frame.engines)
         whole = settled and all(run.ok for run in frame.runs)  # a tick that a collector missed is no report
         enough = seen >= self._least and (whole or seen >= self._least + ONCE_LONGEST)
         if enough and not self._endless:

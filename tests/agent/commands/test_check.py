@@ -17,7 +17,7 @@ from tests.exporters.frames import frame, gpu
 from tests.exporters.http import refusing_url
 
 from gpuidle.agent.clock import SystemClock
-from gpuidle.agent.commands.check import _measured
+from gpuidle.agent.commands.check import _measured, _Span
 from gpuidle.agent.commands.check_logic import (
     CheckError,
     GpuTotals,
@@ -141,6 +141,19 @@ def test_it_measures_itself_where_there_is_no_agent() -> None:
     assert found.window_s >= 10.0
     assert found.cost_per_hour == pytest.approx(6.0, abs=0.05)
     assert found.currency == "EUR"
+
+
+def test_a_gpu_that_is_split_has_no_window_and_is_not_waited_for() -> None:
+    stopped: list[bool] = []
+    span = _Span(5.0, lambda: stopped.append(True))
+    whole = msgspec.structs.replace(gpu(0), window_ns=0)
+    for second in range(8):
+        parts = (whole, gpu(1, parent="GPU-0"), gpu(2, parent="GPU-0"))
+        span.publish(msgspec.structs.replace(frame(gpus=parts), monotonic_ns=second * SECOND_NS))
+    assert stopped
+    assert span.first is not None
+    assert span.last is not None
+    assert set(totals_of_frame(span.last)) == {"GPU-1", "GPU-2"}
 
 
 # The program --------------------------------------------------------------------------------------------
