@@ -213,6 +213,7 @@ class _Served:
             draft_tokens=of("draft_tokens") if drafting else None,
             accepted_tokens=of("accepted_tokens") if drafting else None,
             preemptions=of("preemptions"),
+            recomputed_tokens=of("recomputed_tokens"),
         )
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from gpuidle.agent.model import EngineCounters, Snapshot
 from gpuidle.collectors.simulator.arrivals import Feed
 from gpuidle.collectors.simulator.batch import Step
-from gpuidle.collectors.simulator.costs import Costs
+from gpuidle.collectors.simulator.costs import SHEET, Costs
 from gpuidle.collectors.simulator.engine import Engine
 from gpuidle.collectors.simulator.node import simulate
 from gpuidle.collectors.simulator.scenario import (
@@ -41,9 +41,9 @@ def node(*engines: EngineSpec, gpus: int = 1, seconds: float = 20.0, seed: int =
     )
 
 
-def steps_of(spec: EngineSpec, seconds: float = 600.0) -> tuple[list[Step], Engine]:
-    """Run one engine and return its steps and itself."""
-    engine = Engine(spec, Costs(spec, GpuSpec()), "test")
+def steps_of(spec: EngineSpec, seconds: float = 600.0, clocks: int = 1) -> tuple[list[Step], Engine]:
+    """Run one engine and return its steps, with the costs of so many ranks apart, and itself."""
+    engine = Engine(spec, Costs(spec, GpuSpec()), "test", clocks=lambda _at_ns: (SHEET,) * clocks)
     return engine.advance(int(seconds * SECOND_NS)), engine
 
 
