@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,14 @@ def _written(parameter: click.Parameter) -> str:
 
 def _load_config(ctx: click.Context, path: Path | None) -> None:
     """Make the file's values the commands' defaults; an unknown key ends with exit code 2."""
-    from gpuidle.agent.config import DEFAULT_PATHS, ConfigError, check_keys, read_config
+    from gpuidle.agent.config import DEFAULT_PATHS, ConfigError, check_keys, find_config, read_config
 
-    if path is None:
-        path = next((each for each in DEFAULT_PATHS if each.is_file()), None)
-    if path is None:
-        return
     group = ctx.command
     assert isinstance(group, click.Group)
     try:
+        path = path or find_config(DEFAULT_PATHS)
+        if path is None:
+            return
         tables = read_config(path)
         known: dict[str, dict[str, str | None]] = {}
         for name in COMMANDS:
@@ -109,6 +109,10 @@ def group(ctx: click.Context, config: Path | None) -> None:
 
 def main() -> None:
     """Entry point of the `gpuidle` program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        # A caller may have closed them: what is opened next must not take their place.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
     # Nothing here multiplies matrices: OpenBLAS need not start a thread a core when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()  # until everything is imported, and none of it is garbage: `run_until_signalled` enables it

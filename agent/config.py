@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,25 @@ DEFAULT_PATHS = (Path("/etc/gpuidle/gpuidle.toml"),)
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the file, the key and the remedy."""
+
+
+def find_config(paths: Iterable[Path]) -> Path | None:
+    """Return the first of `paths` that is a file.
+
+    Raises:
+        ConfigError: this user may not see whether one is there: defaults in its place would surprise.
+    """
+    for path in paths:
+        try:
+            found = path.is_file()
+        except PermissionError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror}: let this user read it, or name another with --config"
+                " (/dev/null is none)"
+            ) from error
+        if found:
+            return path
+    return None
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gzip
 import ipaddress
 import logging
+import re
 import socket
 import socketserver
 import threading
@@ -204,7 +205,7 @@ class _ServerV6(_Server):
 def _listen(address: str) -> _Server:
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    if not separator or not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ListenError(
             f"{address!r} is no address to listen on: write host:port, such as {DEFAULT_ADDRESS}"
         )

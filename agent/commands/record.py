@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from gpuidle.agent.commands.session import live_source, run_until_signalled, source_options
+from gpuidle.agent.commands.session import Status, live_source, run_until_signalled, source_options
 from gpuidle.agent.model import Frame
 
 
@@ -73,8 +73,13 @@ def command(
     else:
         source = live_source(**live)
     stops: list[Callable[[], None]] = []
-    progress = _Progress(duration, lambda: [stop() for stop in stops])
-    pipeline = Pipeline(source, Analyzer().feed, [progress], recorder=writer)
+    status = Status()
+    progress = _Progress(
+        duration,
+        lambda: [stop() for stop in stops],
+        has_failed=lambda: any(outlet.failed for outlet in status.outlets() if outlet.outlet == "recorder"),
+    )
+    pipeline = status.pipeline = Pipeline(source, Analyzer().feed, [progress], recorder=writer)
     click.echo(f"recording to {writer.paths[0]} (Ctrl-C ends)", err=True)
     asyncio.run(run_until_signalled(pipeline, source, give_stop=stops.append))
     if sys.stderr.isatty():
@@ -91,13 +96,16 @@ def command(
 
 
 class _Progress:
-    """A line on the terminal, and the end after the duration."""
+    """A line on the terminal, and the end: after the duration, or when the file takes no more."""
 
     name = "progress"
 
-    def __init__(self, duration_s: float | None, stop: Callable[[], object]) -> None:
+    def __init__(
+        self, duration_s: float | None, stop: Callable[[], object], has_failed: Callable[[], bool]
+    ) -> None:
         self._duration_s = duration_s
         self._stop = stop
+        self._has_failed = has_failed
         self._first_ns: int | None = None
 
     def publish(self, frame: Frame) -> None:
@@ -107,7 +115,8 @@ class _Progress:
         if sys.stderr.isatty():
             found = f"{len(frame.gpus)} GPUs, {len(frame.engines)} engines, {len(frame.problems)} problems"
             click.echo(f"\r{elapsed_s:8.0f} s  {found} ", nl=False, err=True)
-        if self._duration_s is not None and elapsed_s >= self._duration_s:
+        over = self._duration_s is not None and elapsed_s >= self._duration_s
+        if over or self._has_failed():
             self._stop()
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ def test_the_version_needs_nothing_heavy() -> None:
         (["watch", "--demo", "--replay", "x"], ["--demo", "--replay"]),
         (["watch", "--replay", "/nowhere/x"], ["/nowhere/x"]),
         (["run", "--prometheus", "nonsense"], ["--prometheus", "nonsense"]),
+        (["run", "--prometheus", "127.0.0.1:\u00b2"], ["--prometheus", "host:port"]),
         (["run", "--prometheus", "none"], ["nothing to export to"]),
         (["record", "--keep", "3"], ["--keep", "--max-megabytes"]),
         (["watch", "--proc", "/nowhere"], ["--proc", "/nowhere"]),
@@ -187,6 +188,33 @@ def test_a_recording_that_is_none_is_named(tmp_path: Path) -> None:
     done = run("watch", "--replay", str(path))
     assert done.returncode == 1
     assert str(path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_recording_that_cannot_go_on_ends_at_once_with_exit_code_1(tmp_path: Path) -> None:
+    path = tmp_path / "s.gpuidle.mcap"
+    record = ["record", "--demo", "--interval", "0.1", "-o", str(path)]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 20; exec "$@"', "-", *GPUIDLE, *record],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"cannot record to {path}: file too large" in done.stderr
+    assert run("watch", "--once", "--json", "--replay", str(path)).returncode == 0
+
+
+def test_standard_output_may_be_closed() -> None:
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&- <&-', "-", *GPUIDLE, "watch", "--demo", "--once"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
 
 
