@@ -14,16 +14,18 @@ from msgspec.structs import replace
 
 from gpuidle.agent.physics.peak_table import ROWS, PeakRow
 
-_NOISE = frozenset(
-    {"nvidia", "tesla", "amd", "intel", "google", "aws", "instinct", "hbm2", "hbm2e", "hbm3", "hbm3e"}
-)
+_NOISE = frozenset({"nvidia", "tesla", "amd", "intel", "google", "aws", "instinct"})
+_MEMORY = re.compile(r"\bhbm\d+e?\b")
 
 _MIG = re.compile(r"\bMIG\s+(\d)g\.(\d+)gb", re.IGNORECASE)
 _MIG_SMS: Mapping[int, Mapping[int, int]] = {
+    56: {1: 14, 2: 28, 4: 56},
     108: {1: 14, 2: 28, 3: 42, 4: 56, 7: 98},
     132: {1: 16, 2: 32, 3: 60, 4: 64, 7: 132},
 }
 """SMs of a MIG profile by the device's SMs and the profile's compute slices (NVIDIA MIG user guide)."""
+_MIG_SLICES: Mapping[int, int] = {56: 4, 188: 4}
+"""Compute slices that a device can be cut into, where they are not 7: A30 and RTX PRO 6000 have 4."""
 
 FLOP_PER_CLOCK_PER_SM: Mapping[str, int] = {
     "7.5": 1024,
@@ -139,7 +141,7 @@ def find_peaks(
         whole = find_peaks(name[: instance.start()], None, max_clock_hz=max_clock_hz)
         return None if whole is None else _instance(whole, instance, multiprocessors)
     words, size_gb = _words(name)
-    hits = [row for row in ROWS if any(_words(alias)[0] == words for alias in row.names)]
+    hits = [row for row in ROWS if any(_is_named(alias, name, words) for alias in row.names)]
     if memory_total_bytes is not None:
         hits = [row for row in hits if _fits(row, memory_total_bytes)]
     elif size_gb is not None and any(row.memory_gb == size_gb for row in hits):
@@ -176,7 +178,8 @@ def _instance(whole: DevicePeaks, profile: re.Match[str], multiprocessors: int |
     slices, gigabytes = int(profile[1]), int(profile[2])
     listed = _MIG_SMS.get(whole.multiprocessors or 0, {}).get(slices)
     sms = multiprocessors or listed
-    compute = slices / 7 if sms is None or whole.multiprocessors is None else sms / whole.multiprocessors
+    cut = _MIG_SLICES.get(whole.multiprocessors or 0, 7)
+    compute = slices / cut if sms is None or whole.multiprocessors is None else sms / whole.multiprocessors
     eighths = min(8, max(1, round(gigabytes * 1e9 / (whole.memory_bytes / 8))))
     part = whole.fraction(compute, eighths / 8)
     return replace(part, name=f"{whole.name} MIG {slices}g.{gigabytes}gb", multiprocessors=sms)
@@ -243,12 +246,21 @@ def _peaks_of(row: PeakRow, max_clock_hz: float | None) -> DevicePeaks:
     )
 
 
+def _is_named(alias: str, name: str, words: frozenset[str]) -> bool:
+    """Whether a row's name is the device's; they may differ in the kind of memory only if one leaves it out.
+
+    An "H100 80GB HBM2e" has 60 % of the bandwidth of an "H100 80GB HBM3".
+    """
+    kinds = [found[0] for text in (alias, name) if (found := _MEMORY.search(text.lower()))]
+    return _words(alias)[0] == words and len(set(kinds)) < 2
+
+
 def _words(name: str) -> tuple[frozenset[str], float | None]:
     """Split a name into its identifying words and the memory size that it states, in GB.
 
-    The maker's name, the size and the kind of memory identify nothing that the memory size does not.
+    The maker's name, the size and the kind of memory are left out: see `_is_named` for the last.
     """
-    text = name.lower()
+    text = _MEMORY.sub(" ", name.lower())
     size = re.search(r"(\d+)\s*gi?b\b", text)
     text = re.sub(r"\d+\s*gi?b\b", " ", text)
     text = re.sub(r"\brtx(?=\d)", "rtx ", text)

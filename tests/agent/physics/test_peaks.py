@@ -136,6 +136,29 @@ def test_formula_is_a_flagged_last_resort() -> None:
     assert find_peaks("NVIDIA H999", 80 << 30, compute_capability="9.0") is None
 
 
+def test_the_kind_of_memory_in_a_name_must_be_the_rows() -> None:
+    assert find_peaks("NVIDIA H100 80GB HBM2e", 81559 * MIB) is None
+    assert find_peaks("NVIDIA H100 80GB", 81559 * MIB) is not None
+    assert find_peaks("NVIDIA H100 64GB HBM2e", 65247 * MIB) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "bandwidth"),
+    [
+        ("NVIDIA A30 MIG 1g.6gb", 165e12 / 4, 933e9 / 4),
+        ("NVIDIA A30 MIG 2g.12gb", 165e12 / 2, 933e9 / 2),
+        ("NVIDIA A30 MIG 4g.24gb", 165e12, 933e9),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 1g.24gb", 467.8e12 / 4, 1792e9 / 4),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 4g.96gb", 467.8e12, 1792e9),
+    ],
+)
+def test_a_device_of_four_slices_is_not_cut_into_seven(name: str, bf16: float, bandwidth: float) -> None:
+    peaks = find_peaks(name, None)
+    assert peaks is not None
+    assert peaks.rate("bf16") == pytest.approx(bf16)
+    assert peaks.memory_bytes_per_s == pytest.approx(bandwidth)
+
+
 def test_mig_instance_gets_its_slices() -> None:
     peaks = find_peaks("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9856 * MIB)
     assert peaks is not None
