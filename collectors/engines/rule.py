@@ -75,6 +75,8 @@ class Scrape:
     """One row a core; None: the page does not tell."""
     recognised: bool
     """Whether the page is one of this engine at all."""
+    served_model: str | None = None
+    """The served name as the page's labels have it; None: they have none, or several."""
     asleep: bool | None = None
     steps_reliable: bool = True
     limits: Mapping[str, object] = field(default_factory=dict)

@@ -77,6 +77,12 @@ class Track:
         return self.identity.model or self.settings.model
 
     @property
+    def served_model(self) -> str | None:
+        """The served name: the endpoint's word, the command line's, then that of its metrics."""
+        told = self.identity.served_model or self.settings.served_model
+        return told or (self.scrape.served_model if self.scrape is not None else None)
+
+    @property
     def model_key(self) -> str | None:
         """Key of the configuration's text: two containers may have two models under one path."""
         if self.config.text is None:
@@ -138,7 +144,7 @@ def reading_of(track: Track, now_ns: int) -> tuple[EngineReading | None, list[Pr
         root_pid=found.root.pid if found is not None else None,
         root_start_ns=found.root.start_ns if found is not None else None,
         pids=found.pids if found is not None else (),
-        model=track.identity.served_model or told.served_model,
+        model=track.served_model,
         model_path=track.model,
         model_text=track.model_key,
         role=told.role,

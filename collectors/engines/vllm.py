@@ -271,6 +271,7 @@ class VllmAdapter:
             read_ns=answer.read_ns,
             counters=counters,
             recognised=bool(page.samples) or "\nvllm:" in answer.text,
+            served_model=_served_model(page),
             asleep=self._asleep,
             steps_reliable=reliable,
             limits=page_limits(page),
@@ -286,6 +287,11 @@ class VllmAdapter:
             raise
         except (ValueError, RecursionError):
             return None
+
+
+def _served_model(page: Page) -> str | None:
+    names = {clean(sample.labels.get("model_name", "")) for sample in page.samples} - {""}
+    return names.pop() if len(names) == 1 else None
 
 
 _FILTER_REFUSED = problem(

@@ -400,6 +400,16 @@ def test_an_endpoint_named_by_hand_needs_no_process(tree: ProcTree, bench: Calla
     assert engine.counters is not None
 
 
+def test_an_endpoint_whose_models_need_a_key_has_its_name_from_its_metrics(
+    tree: ProcTree, bench: Callable[..., Bench]
+) -> None:
+    del tree
+    with FakeVllm(page("0"), models_status=401).serving() as url:
+        engine = bench(endpoints=(NamedEndpoint(url=url),)).engine()
+    assert engine.model == "tiny"
+    assert engine.counters is not None
+
+
 def test_an_endpoint_named_by_hand_that_does_not_answer_is_a_problem(
     tree: ProcTree, bench: Callable[..., Bench]
 ) -> None:
