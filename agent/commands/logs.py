@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from gpuidle.agent.model import Frame, Problem
+from gpuidle.agent.ports import Telemetry
 
 log = logging.getLogger("gpuidle")
 
@@ -129,6 +130,37 @@ class ProblemLog:
                     log.info("%s: %s is over%s", source, kind, of, extra=fields)
             if now - told.at >= REPEAT_PROBLEM_S:
                 del self._told[key]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class OutletLog:
+    """An exporter that logs when another outlet fails: a full disk, a receiver that refuses.
+
+    Each outlet is told of once in `REPEAT_PROBLEM_S` while it goes on to fail.
+    """
+
+    name = "outlet-log"
+
+    def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._telemetry = telemetry
+        self._clock = clock
+        self._told: dict[str, tuple[float, int]] = {}
+
+    def publish(self, frame: Frame) -> None:  # noqa: ARG002
+        """Look at the outlets."""
+        now = self._clock()
+        for outlet in self._telemetry.outlets():
+            at, failed = self._told.get(outlet.outlet, (-float(REPEAT_PROBLEM_S), 0))
+            if outlet.failed > failed and now - at >= REPEAT_PROBLEM_S:
+                self._told[outlet.outlet] = (now, outlet.failed)
+                log.warning(
+                    "%s: %s",
+                    outlet.outlet,
+                    outlet.last_error,
+                    extra={"source": outlet.outlet, "kind": "failed"},
+                )
 
     def close(self) -> None:
         """Nothing is held."""

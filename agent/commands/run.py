@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuidle.agent.commands.logs import ProblemLog, set_up
+from gpuidle.agent.commands.logs import OutletLog, ProblemLog, set_up
 from gpuidle.agent.commands.notify import service_manager
 from gpuidle.agent.commands.session import (
     Status,
@@ -75,7 +76,11 @@ READABLE = click.Path(path_type=Path, dir_okay=False, exists=True)
     help="Between two exports [default: OTEL_METRIC_EXPORT_INTERVAL, or 10].",
 )
 @click.option(
-    "--record", "record_to", type=click.Path(path_type=Path), metavar="FILE", help="Record as well."
+    "--record",
+    "record_to",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record as well, to a file or into a folder; beside a file that is there a new one begins.",
 )
 @click.option("--demo", is_flag=True, help="Export the simulated node of `watch --demo`.")
 @click.option(
@@ -135,15 +140,33 @@ def command(
         from gpuidle.exporters.recording.writer import RecordingError, SessionWriter
 
         try:
-            recorder = SessionWriter(record_to)
+            recorder = SessionWriter(free_name(record_to, time.time_ns()))
         except RecordingError as error:
             raise click.ClickException(str(error)) from error
+        log.info("recording to %s", recorder.paths[0])
     source = _source(demo=demo, replay=replay, speed=speed, live=live)
     analyzer = Analyzer(Settings(price_per_hour=prices, currency=currency))
     pipeline = status.pipeline = Pipeline(
-        source, analyzer.feed, [*exporters, ProblemLog()], recorder=recorder, lossless=replay is not None
+        source,
+        analyzer.feed,
+        [*exporters, ProblemLog(), OutletLog(status)],
+        recorder=recorder,
+        lossless=replay is not None,
     )
     asyncio.run(run_until_signalled(pipeline, source))
+
+
+def free_name(path: Path, wall_ns: int) -> Path:
+    """Return where a recording begins: a new file in a folder, or beside a file that is there.
+
+    A service is started again by itself: what it recorded before stays, and does not keep it from starting.
+    """
+    from gpuidle.exporters.recording.writer import SUFFIX, session_name
+
+    name = session_name(wall_ns)
+    if path.is_dir():
+        return path / name
+    return path.with_name(f"{path.name.removesuffix(SUFFIX)}-{name}") if os.path.lexists(path) else path
 
 
 def _source(*, demo: bool, replay: Path | None, speed: float, live: dict[str, Any]) -> Source:

@@ -16,6 +16,7 @@ from tests.doubles.nvml import Gpu, Process, Scenario, environment
 
 import gpuidle
 from gpuidle.agent.codec import decode_frame
+from gpuidle.agent.commands.run import free_name
 
 GPUIDLE = [sys.executable, "-m", "gpuidle"]
 LOCAL = ["--no-discover"]
@@ -204,6 +205,14 @@ def test_a_recording_that_cannot_go_on_ends_at_once_with_exit_code_1(tmp_path: P
     assert done.returncode == 1
     assert f"cannot record to {path}: file too large" in done.stderr
     assert run("watch", "--once", "--json", "--replay", str(path)).returncode == 0
+
+
+def test_a_service_that_starts_again_records_beside_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "s.gpuidle.mcap"
+    assert free_name(path, 0) == path
+    path.write_bytes(b"what was recorded before")
+    assert free_name(path, 0) == tmp_path / "s-session-19700101T000000Z.gpuidle.mcap"
+    assert free_name(tmp_path, 0) == tmp_path / "session-19700101T000000Z.gpuidle.mcap"
 
 
 def test_standard_output_may_be_closed() -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from tests.exporters.frames import frame
 
-from gpuidle.agent.commands.logs import REPEAT_PROBLEM_S, ProblemLog, RateLimit, _Json
-from gpuidle.agent.model import Problem
+from gpuidle.agent.commands.logs import REPEAT_PROBLEM_S, OutletLog, ProblemLog, RateLimit, _Json
+from gpuidle.agent.model import OutletStatus, Problem
 
 LOST = Problem(source="nvml", kind="lost", message="GPU is lost", remedy="restart the node", subject="GPU-1")
 
@@ -86,3 +86,28 @@ def test_more_lines_than_the_limit_are_left_out_and_counted() -> None:
     clock.now = 61
     write("later")
     assert stream.getvalue().splitlines() == ["line 0", "line 1", "line 2", "7 lines left out", "later"]
+
+
+class Outlets:
+    """Telemetry of one outlet."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def outlets(self) -> tuple[OutletStatus, ...]:
+        return (OutletStatus(outlet="recorder", failed=self.failed, last_error="no space left on device"),)
+
+
+def test_an_outlet_that_fails_is_told_of_once_in_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    clock, told = Hours(), Outlets()
+    outlets = OutletLog(told, clock)
+    outlets.publish(frame())
+    assert caplog.messages == []
+    for _ in range(5):
+        told.failed += 1
+        clock.now += 1
+        outlets.publish(frame())
+    assert caplog.messages == ["recorder: no space left on device"]
+    clock.now += REPEAT_PROBLEM_S
+    outlets.publish(frame())
+    assert len(caplog.messages) == 2
