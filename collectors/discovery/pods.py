@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gpuidle.collectors.discovery.processes import ProcessTable
+from gpuidle.collectors.modelfiles.config_json import ConfigError, resolve_within
+from gpuidle.collectors.support.files import read_regular
 
 _NAMESPACE = "run/secrets/kubernetes.io/serviceaccount/namespace"
 _HOSTNAME = "etc/hostname"
@@ -36,8 +38,9 @@ def pod_of(table: ProcessTable, pid: int) -> Pod:
 
 def _word(table: ProcessTable, pid: int, path: str) -> str | None:
     try:
-        with (table.folder(pid, "root") / path).open("rb") as file:
-            text = file.read(_NAME_LIMIT + 1).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        # A link in a container is the container's: followed by the kernel it would lead to our own files.
+        data = read_regular(resolve_within(table.folder(pid, "root"), path), _NAME_LIMIT + 1)
+        text = data.decode("ascii").strip()
+    except (OSError, ConfigError, UnicodeDecodeError):
         return None
     return text if 0 < len(text) <= _NAME_LIMIT and text.isprintable() and " " not in text else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,25 @@ def test_a_pod_is_told_by_its_own_files(
 
 def test_a_process_whose_root_cannot_be_entered_has_no_pod(tmp_path: Path) -> None:
     assert pod_of(ProcessTable(tmp_path), 70) == Pod()
+
+
+def test_an_absolute_link_in_a_container_leads_to_its_own_files_and_not_to_ours(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    files(ours, None, "monitoring")
+    root = files(tmp_path / "container", "llama-0", None)
+    (root / "var").mkdir()
+    (root / "var" / "run").symlink_to(ours / "var" / "run")  # as /var/run -> /run in most images
+    tree = ProcTree(tmp_path / "proc")
+    tree.add(1, ["init"], files=files(tmp_path / "host", "node-a", None))
+    tree.add(70, ["vllm"], files=root)
+    assert pod_of(ProcessTable(tmp_path / "proc"), 70) == Pod()
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    root = files(tmp_path / "container", None, "chat")
+    (root / "etc").mkdir()
+    os.mkfifo(root / "etc" / "hostname")
+    tree = ProcTree(tmp_path / "proc")
+    tree.add(1, ["init"], files=files(tmp_path / "host", "node-a", None))
+    tree.add(70, ["vllm"], files=root)
+    assert pod_of(ProcessTable(tmp_path / "proc"), 70) == Pod("chat", None)
