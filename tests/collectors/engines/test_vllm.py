@@ -101,6 +101,11 @@ def test_flags_in_all_their_forms() -> None:
     assert got.blind is None
 
 
+@pytest.mark.parametrize("options", ["-dpl 4 -dpr 8", "-dpn 3 -dpa 10.0.0.1", "-dph -cc 3", "-dcp 2 -dpe"])
+def test_the_value_of_a_short_option_is_no_model(options: str) -> None:
+    assert told(*options.split(), "org/model").model == "org/model"
+
+
 def test_what_is_not_said_is_the_documented_default_or_unknown() -> None:
     got = told("--enforce-eager", "m")
     assert (got.model, got.served_model, got.port, got.scheme) == ("m", "m", 8000, "http")
