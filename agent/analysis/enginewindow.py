@@ -20,7 +20,7 @@ from gpuidle.agent.analysis.windowwork import (
     prompt_context_tokens,
     window_work,
 )
-from gpuidle.agent.model import EngineReading, GpuReading, Shares
+from gpuidle.agent.model import EngineReading, GpuReading, Shares, StepSeries
 from gpuidle.agent.physics.peaks import DevicePeaks, find_peaks
 from gpuidle.agent.physics.shapes import ModelShape
 
@@ -46,6 +46,8 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     shares: Shares
     unplaced: bool = False
     """Which of its data-parallel cores the device belongs to is not known."""
+    series: tuple[StepSeries, ...] = ()
+    """The exact steps in hand, those of the windows after this one included."""
     waits: Waits | None = None
     """What the device waited for the others of its group; None: it has none, or not all were seen."""
 
@@ -175,4 +177,5 @@ def settle_engine(
         gap_ns=track.gap_ns,
         clues=clues,
         shares=shares,
+        series=tuple(s for s in track.steps if s.exact),
     )

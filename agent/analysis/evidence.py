@@ -202,7 +202,7 @@ def _excess(
     ranks = engine.reading.parallelism.tensor
     if engine.priced is not None:
         rows = [s for s in track.counters if s.rung == seen.rung]
-        terms = step_terms(engine.priced, rows, peaks, reachable, ranks)
+        terms = step_terms(engine.priced, rows, peaks, reachable, ranks, track.lag_ns)
         return terms.memory_ns, terms.communication_ns
     talk = None if engine.work is None else engine.work.collectives_ns
     shares, clues = engine.shares, engine.clues

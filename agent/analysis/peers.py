@@ -140,7 +140,7 @@ def _together(
     series: Sequence[Sequence[CounterSeries]], start_ns: int, end_ns: int, peak_bytes_per_s: float | None
 ) -> _Group | None:
     """Put the counters of all devices on the first one's samples; None where one misses parts."""
-    taken = []
+    taken: list[list[CounterSeries]] = []
     for each in series:
         rows = [
             s for s in each if len(s) and s.end_ns[-1] > start_ns and s.end_ns[0] - s.width_ns[0] < end_ns

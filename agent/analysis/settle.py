@@ -20,6 +20,8 @@ from gpuidle.agent.physics.peaks import DevicePeaks
 
 SLOW_NS = 100_000_000
 """Width of a sample from which on it holds too many steps to say what they were."""
+KEPT_NS = 10**9
+"""Counters are kept for this much longer than their window: a step may have begun there."""
 
 
 def settle_gpu(
@@ -28,6 +30,11 @@ def settle_gpu(
     """Book one window of one device; `engines` are those with a process on it."""
     reading = None if window.gpus is None else window.gpus.get(track.reading.hw_id)
     peaks = device_peaks(track.reading)
+    if len(engines) == 1 and engines[0].series and seen.active_measured:
+        rows = [s for s in track.counters if s.rung == seen.rung]
+        track.lag.learn(engines[0].series, rows, window.start_ns)
+        known = track.lag.at(window.end_ns)
+        track.lag_ns = 0.0 if known is None else known[0]
     evidence = evidence_of(track, window, reading, seen, engines, peaks)
     booked = ledger(evidence)
     _learn_decode(track, seen, engines)
@@ -46,7 +53,7 @@ def settle_gpu(
     track.trailing.append(_settled(window, evidence, seen, engines, peaks))
     while track.trailing and track.trailing[0].end_ns <= window.end_ns - trailing_ns:
         track.trailing.popleft()
-    while track.counters and int(track.counters[0].end_ns[-1]) <= window.end_ns:
+    while track.counters and int(track.counters[0].end_ns[-1]) <= window.end_ns - KEPT_NS:
         track.counters.popleft()
     return _referee(track, evidence)
 

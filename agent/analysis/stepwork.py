@@ -124,9 +124,16 @@ def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
     )
 
 
-def _integrals(steps: Steps, counters: Sequence[CounterSeries]) -> tuple[Floats, Floats] | None:
-    """Return the pipe's busy ns and DRAM's bytes of each step; None without samples that are short enough."""
-    rows = [s for s in counters if len(s)]
+def _integrals(
+    steps: Steps, counters: Sequence[CounterSeries], lag_ns: float = 0.0
+) -> tuple[Floats, Floats] | None:
+    """Return the pipe's busy ns and DRAM's bytes of each step; None without samples that are short enough.
+
+    `lag_ns` is by how much the counters' clock is ahead of the steps'.
+    """
+    edges = np.stack([steps.start, steps.end]) + round(lag_ns)
+    first, last = int(edges[0, 0]), int(edges[1, -1])
+    rows = [s for s in counters if len(s) and s.end_ns[-1] > first and s.end_ns[0] - s.width_ns[0] < last]
     if not rows or 2 * int(rows[0].width_ns[0]) > float(np.mean(steps.end - steps.start)):
         return None
     if any(
@@ -135,15 +142,17 @@ def _integrals(steps: Steps, counters: Sequence[CounterSeries]) -> tuple[Floats,
     ):
         return None
 
+    # Of the first series, what lies before the steps was another window's.
+    skip = int(np.searchsorted(rows[0].end_ns, first))
+
     def column(name: str) -> Any:
-        return np.concatenate([getattr(s, name) for s in rows])
+        return np.concatenate([getattr(s, name) for s in rows])[skip:]
 
     width, end = column("width_ns"), column("end_ns")
     knots = np.append(end[0] - width[0], end)
     pipe = np.append(0.0, np.cumsum(column("tensor_active") * (RATIO_STEP * width)))
     moved = column("dram_read_bytes_per_s") + column("dram_write_bytes_per_s")
     bytes_ = np.append(0.0, np.cumsum(moved * (width / 1e9)))
-    edges = np.stack([steps.start, steps.end])
     busy, read = (
         np.diff(np.interp(edges, knots, pipe), axis=0),
         np.diff(np.interp(edges, knots, bytes_), axis=0),
@@ -165,6 +174,7 @@ def step_terms(
     peaks: DevicePeaks,
     reachable_bytes_per_s: float,
     tensor_parallel: int,
+    lag_ns: float = 0.0,
 ) -> StepTerms:
     """Return the memory-bound and communication terms step by step.
 
@@ -176,7 +186,7 @@ def step_terms(
         useful = np.asarray(compute_time_s(steps.work, peaks)) * 1e9
     except NoPeak:
         useful = np.zeros(len(length))
-    seen = _integrals(steps, counters)
+    seen = _integrals(steps, counters, lag_ns)
     if seen is None:
         busy = useful * steps.padded
         memory = np.asarray(steps.work.total_bytes) / reachable_bytes_per_s * 1e9

@@ -7,6 +7,7 @@ from collections import deque
 import msgspec
 
 from gpuidle.agent.analysis.fastphase import Levels
+from gpuidle.agent.analysis.lag import LagTrack
 from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.analysis.reclaim import Known
@@ -73,6 +74,9 @@ class GpuTrack(msgspec.Struct):
     """End of the last sample; None: no fast counter was seen."""
     sample_ns: int = 0
     """Width of the last sample."""
+    lag: LagTrack = msgspec.field(default_factory=LagTrack)
+    lag_ns: float = 0.0
+    """By how much the counters' clock is taken to be ahead of the engine's; 0 while that is not clear."""
 
 
 class EngineTrack(msgspec.Struct):
