@@ -7,12 +7,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpuidle.agent.commands.session import Status, live_source, run_until_signalled, source_options
+from gpuidle.agent.commands.simulated import check_demo, demo_options, demo_source
 from gpuidle.agent.model import Frame
+
+if TYPE_CHECKING:
+    from gpuidle.agent.ports import Source
 
 
 @click.command()
@@ -29,7 +33,7 @@ from gpuidle.agent.model import Frame
 @click.option("--max-minutes", type=click.FloatRange(0.1), help="Begin a new file at this age.")
 @click.option("--keep", type=click.IntRange(1), help="Keep this many of the rotated files.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
-@click.option("--demo", is_flag=True, help="Record the simulated node of `watch --demo`.")
+@demo_options("Record the simulated node of `watch --demo`.")
 def command(
     output: Path | None,
     duration: float | None,
@@ -38,6 +42,8 @@ def command(
     keep: int | None,
     overwrite: bool,
     demo: bool,
+    demo_node: str,
+    demo_faults: tuple[str, ...],
     **live: Any,
 ) -> None:
     """Write what is read to a session file, for `gpuidle watch --replay`.
@@ -45,10 +51,10 @@ def command(
     The file is readable at any moment, also when this program is killed. Ctrl-C ends it.
     """
     from gpuidle.agent.analysis.analyzer import Analyzer
-    from gpuidle.agent.clock import SystemClock
     from gpuidle.agent.pipeline import Pipeline
     from gpuidle.exporters.recording.writer import RecordingError, Rotation, SessionWriter, session_name
 
+    check_demo(demo, demo_node, demo_faults)
     path = output or Path()
     if path.is_dir():
         path /= session_name(time.time_ns())
@@ -60,18 +66,15 @@ def command(
         max_age_ns=None if max_minutes is None else round(max_minutes * 60e9),
         keep=keep,
     )
+    source: Source
+    if demo:
+        source = demo_source(demo_node, demo_faults, tick_ns=round(live["interval"] * 1e9))
+    else:
+        source = live_source(**live)
     try:
         writer = SessionWriter(path, rotation=rotation if rotates else None, overwrite=overwrite)
     except RecordingError as error:
         raise click.ClickException(str(error)) from error
-    if demo:
-        from gpuidle.collectors.simulator.scenario import demo as demo_scenario
-        from gpuidle.collectors.simulator.source import SimulatorSource
-
-        tick_ns = round(live["interval"] * 1e9)
-        source: Any = SimulatorSource(demo_scenario(), SystemClock(), tick_ns=tick_ns)
-    else:
-        source = live_source(**live)
     stops: list[Callable[[], None]] = []
     status = Status()
     progress = _Progress(

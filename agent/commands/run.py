@@ -20,6 +20,7 @@ from gpuidle.agent.commands.session import (
     run_until_signalled,
     source_options,
 )
+from gpuidle.agent.commands.simulated import check_demo, demo_options, demo_source
 
 if TYPE_CHECKING:
     from gpuidle.agent.ports import Exporter, Source
@@ -82,7 +83,7 @@ READABLE = click.Path(path_type=Path, dir_okay=False, exists=True)
     metavar="FILE",
     help="Record as well, to a file or into a folder; beside a file that is there a new one begins.",
 )
-@click.option("--demo", is_flag=True, help="Export the simulated node of `watch --demo`.")
+@demo_options("Export the simulated node of `watch --demo`.")
 @click.option(
     "--replay",
     type=click.Path(path_type=Path),
@@ -111,6 +112,8 @@ def command(
     otlp_interval: float | None,
     record_to: Path | None,
     demo: bool,
+    demo_node: str,
+    demo_faults: tuple[str, ...],
     replay: Path | None,
     speed: float,
     log_format: str,
@@ -122,6 +125,7 @@ def command(
     from gpuidle.exporters.table import ExporterOptions
     from gpuidle.exporters.web_security import WebSecurity
 
+    check_demo(demo, demo_node, demo_faults)
     if demo and replay is not None:
         raise click.UsageError("--demo and --replay exclude each other")
     set_up(log_format)
@@ -144,7 +148,11 @@ def command(
         except RecordingError as error:
             raise click.ClickException(str(error)) from error
         log.info("recording to %s", recorder.paths[0])
-    source = _source(demo=demo, replay=replay, speed=speed, live=live)
+    source: Source
+    if demo:
+        source = demo_source(demo_node, demo_faults, tick_ns=round(live["interval"] * 1e9))
+    else:
+        source = _source(replay=replay, speed=speed, live=live)
     analyzer = Analyzer(Settings(price_per_hour=prices, currency=currency))
     pipeline = status.pipeline = Pipeline(
         source,
@@ -169,14 +177,9 @@ def free_name(path: Path, wall_ns: int) -> Path:
     return path.with_name(f"{path.name.removesuffix(SUFFIX)}-{name}") if os.path.lexists(path) else path
 
 
-def _source(*, demo: bool, replay: Path | None, speed: float, live: dict[str, Any]) -> Source:
+def _source(*, replay: Path | None, speed: float, live: dict[str, Any]) -> Source:
     from gpuidle.agent.clock import SystemClock
 
-    if demo:
-        from gpuidle.collectors.simulator.scenario import demo as demo_scenario
-        from gpuidle.collectors.simulator.source import SimulatorSource
-
-        return SimulatorSource(demo_scenario(), SystemClock(), tick_ns=round(live["interval"] * 1e9))
     if replay is not None:
         from gpuidle.collectors.recording.reader import SessionError
         from gpuidle.collectors.recording.source import ReplaySource

@@ -18,6 +18,7 @@ from gpuidle.agent.commands.session import (
     run_until_signalled,
     source_options,
 )
+from gpuidle.agent.commands.simulated import check_demo, demo_options, demo_source
 from gpuidle.agent.model import Frame
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ ONCE_LONGEST = 8
 @click.command()
 @source_options
 @price_options
-@click.option("--demo", is_flag=True, help="Watch a simulated node: two H100s that serve a 70B model.")
+@demo_options("Watch a simulated node: two H100s that serve a 70B model.")
 @click.option(
     "--replay",
     type=click.Path(path_type=Path),
@@ -60,6 +61,8 @@ def command(
     prices: dict[str, float],
     currency: str,
     demo: bool,
+    demo_node: str,
+    demo_faults: tuple[str, ...],
     replay: Path | None,
     speed: float,
     once: bool,
@@ -71,6 +74,7 @@ def command(
 
     Attaches to what is running; nothing needs a restart. In a pipe it writes one frame a line as JSON.
     """
+    check_demo(demo, demo_node, demo_faults)
     if demo and replay is not None:
         raise click.UsageError("--demo and --replay exclude each other")
     if replay is not None and not replay.exists() and not list(replay.parent.glob(f"{replay.name}*")):
@@ -79,7 +83,11 @@ def command(
 
     pipe_out = not sys.stdout.isatty()
     once = once or not (pipe_out or as_json or can_draw(sys.stdout))  # a dumb terminal gets one report
-    source = _source(demo=demo, replay=replay, speed=0.0 if once else speed, live=live)
+    source: Source
+    if demo:
+        source = demo_source(demo_node, demo_faults, warm_up_ns=WARM_UP_NS)
+    else:
+        source = _source(replay=replay, speed=0.0 if once else speed, live=live)
     options = _screen_options(ascii, replay)
     from gpuidle.agent.analysis.analyzer import Analyzer, Settings
     from gpuidle.agent.pipeline import Pipeline
@@ -119,14 +127,9 @@ def command(
             raise click.ClickException(f"{status.outlet}: {status.last_error}")
 
 
-def _source(*, demo: bool, replay: Path | None, speed: float, live: dict[str, Any]) -> Source:
+def _source(*, replay: Path | None, speed: float, live: dict[str, Any]) -> Source:
     from gpuidle.agent.clock import SystemClock
 
-    if demo:
-        from gpuidle.collectors.simulator.scenario import demo as demo_scenario
-        from gpuidle.collectors.simulator.source import SimulatorSource
-
-        return SimulatorSource(demo_scenario(), SystemClock(), warm_up_ns=WARM_UP_NS)
     if replay is not None:
         from gpuidle.collectors.recording.reader import SessionError
         from gpuidle.collectors.recording.source import ReplaySource
