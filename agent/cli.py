@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -109,11 +110,18 @@ def group(ctx: click.Context, config: Path | None) -> None:
 
 def main() -> None:
     """Entry point of the `gpuidle` program."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        # A caller may have closed them: what is opened next must not take their place.
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
+    _prepare_streams()
     # Nothing here multiplies matrices: OpenBLAS need not start a thread a core when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()  # until everything is imported, and none of it is garbage: `run_until_signalled` enables it
     group(prog_name="gpuidle", auto_envvar_prefix="GPUIDLE")
+
+
+def _prepare_streams() -> None:
+    """Open what the caller has closed, and let no character that a terminal lacks end the program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # what is opened next must not take its place
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")

@@ -215,6 +215,25 @@ def test_a_service_that_starts_again_records_beside_what_is_there(tmp_path: Path
     assert free_name(tmp_path, 0) == tmp_path / "session-19700101T000000Z.gpuidle.mcap"
 
 
+def test_a_terminal_without_our_characters_gets_others_in_their_place() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [
+        *GPUIDLE,
+        "plan",
+        "Llama-2-70b-hf",
+        "--gpu",
+        "H100 SXM",
+        "--price",
+        "2",
+        "--currency",
+        "\u20ac",
+    ]
+    done = subprocess.run(command, capture_output=True, env=env, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"ridge" in done.stdout
+    assert b"\xe2" not in done.stdout
+
+
 def test_standard_output_may_be_closed() -> None:
     done = subprocess.run(
         ["bash", "-c", 'exec "$@" >&- <&-', "-", *GPUIDLE, "watch", "--demo", "--once"],
