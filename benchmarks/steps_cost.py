@@ -20,9 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,32 +202,74 @@ while True:
 """
 
 
-def polling(seconds: float = 10.0) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+def share(work: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Return this process' CPU time per second, and how often a second the poller looked."""
+    cpu, wall, woken = time.process_time(), time.monotonic(), waits()
+    for _ in range(round(seconds / 0.5)):
+        time.sleep(0.5)
+        work()
+    spent = time.monotonic() - wall
+    return (time.process_time() - cpu) / spent, (waits() - woken) / spent
+
+
+def waits() -> int:
+    """Return how often the poller's thread has waited."""
+    (poller,) = (each for each in threading.enumerate() if each.name == "gpuidle-steps")
+    status = Path(f"/proc/self/task/{poller.native_id}/status").read_text()
+    return int(status.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+class Nothing(Follower):
+    """What costs nothing to follow: the loop of the poller alone."""
+
+    def __init__(self) -> None:
+        self.failure = None
+
+    def poll(self, now_ns: int) -> bool:  # noqa: ARG002
+        """See a step each time, so that the loop stays fast."""
+        return True
+
+
+def polling(rounds: int = 5, seconds: float = 3.0) -> None:
+    """Poll the files of a writer that counts 190 steps a second; rows are taken twice a second."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER],
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder},
             stdout=subprocess.PIPE,
         )
+        stack.callback(writer.wait)
+        stack.callback(writer.kill)
         assert writer.stdout is not None
         writer.stdout.readline()
-        opened = [
-            MetricFile(os.open(f"{folder}/{kind}_{writer.pid}.db", os.O_RDONLY))
-            for kind in ("counter", "histogram")
-        ]
-        follower = Follower(opened[0], opened[1], time.monotonic_ns())
         for hz in (1000, 2000):
-            poller = Poller(hz)
-            cpu, wall = time.process_time(), time.monotonic()
-            poller.follow((follower,))
-            time.sleep(seconds)
-            share = (time.process_time() - cpu) / (time.monotonic() - wall)
-            poller.stop()
-            rows, lost = follower.take(1 << 62)["0"]
-            print(f"polling at {hz} Hz: {share:.2%} of a core; {len(rows)} steps seen, {lost} lost")
-        writer.kill()
-        writer.wait()
-        follower.close()
+            found: dict[str, list[tuple[float, float]]] = {"the loop alone": [], "polling": []}
+            steps = lost = 0
+            for _ in range(rounds):
+                opened = [
+                    MetricFile(os.open(f"{folder}/{kind}_{writer.pid}.db", os.O_RDONLY))
+                    for kind in ("counter", "histogram")
+                ]
+                real = Follower(opened[0], opened[1], time.monotonic_ns())
+                for name, follower in (("the loop alone", Nothing()), ("polling", real)):
+                    poller = Poller(hz)
+                    poller.follow((follower,))
+                    work = partial(real.take, 0) if follower is real else int
+                    time.sleep(0.1)
+                    found[name].append(share(work, seconds))
+                    poller.stop()
+                rows, missing = real.take(1 << 62)["0"]
+                steps, lost = steps + len(rows), lost + missing
+                real.close()
+            for name, each in found.items():
+                shares = sorted(one for one, _ in each)
+                print(
+                    f"{name} at {hz} Hz: {statistics.median(shares):.2%} of a core "
+                    f"({shares[0]:.2%} to {shares[-1]:.2%}; at least {min(rate for _, rate in each):.0f} "
+                    "looks a second)"
+                )
+            print(f"  {steps} steps seen, {lost} lost")
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -258,11 +258,11 @@ def test_the_files_of_a_real_server_have_what_its_metrics_page_says() -> None:
     assert histograms.counts_steps()
     assert not counters.counts_steps()
     tokens, counted = counters.span(lambda _: True), histograms.span(lambda name: name == "steps")
-    told = tokens.values(counters.read(tokens), "0")
-    steps = counted.values(histograms.read(counted), "0")["steps"]
+    told = tokens.columns([counters.read(tokens)], "0")
+    (steps,) = counted.columns([histograms.read(counted)], "0")["steps"]
     page = (SAMPLES.parent / "metrics_9_multiproc_env_single_server.txt").read_text()
     labels = '{engine="0",model_name="tiny"}'
-    assert f"vllm:generation_tokens_total{labels} {told['generated_tokens']}" in page
+    assert f"vllm:generation_tokens_total{labels} {told['generated_tokens'][0]}" in page
     assert f"vllm:iteration_tokens_total_count{labels} {steps}" in page
     counters.close()
     histograms.close()
