@@ -199,6 +199,11 @@ def test_it_asks_a_running_agent(agent: PrometheusExporter) -> None:
     assert len(text.splitlines()) == 1
 
 
+def test_an_agent_is_asked_past_a_proxy(agent: PrometheusExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", refusing_url())
+    assert check("--url", agent.url, "--window", "2", "--cost", "100")[0] == 0
+
+
 def test_no_agent_is_unknown() -> None:
     code, text = check("--url", f"{refusing_url()}/metrics", "--window", "2")
     assert code == 3
