@@ -42,13 +42,22 @@ DEFAULTS = Limits(unused=Limit(1, None), host_gap=Limit(0.2, 0.5), reclaimable=N
 
 
 class _Plugin(click.Command):
-    """A command whose usage errors are UNKNOWN: code 2 would say that the node is in a critical state."""
+    """A command whose faults are UNKNOWN: codes 1 and 2 would say something of the state of the node."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(*args, **kwargs)
         except click.UsageError as error:
             error.show()
+            raise click.exceptions.Exit(State.UNKNOWN) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            click.echo(f"GPUIDLE UNKNOWN - {type(error).__name__}: {error}")
             raise click.exceptions.Exit(State.UNKNOWN) from error
 
 
@@ -155,6 +164,7 @@ def _asked(url: str, ca: Path | None, user_file: Path | None, window_s: float) -
 
 def _samples(url: str, ca: Path | None, user_file: Path | None) -> Iterator[Sample]:
     import base64
+    import http.client
     import ssl
     import urllib.error
     import urllib.request
@@ -176,7 +186,7 @@ def _samples(url: str, ca: Path | None, user_file: Path | None) -> Iterator[Samp
         with urllib.request.build_opener(*handlers).open(request, timeout=TIMEOUT_S) as answer:
             page = answer.read(PAGE_LIMIT).decode()
         families = list(text_string_to_metric_families(page))
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise CheckError(f"no metrics from {url}: {reason}. Is gpuidle running? Or give --measure") from error
     return ((sample.name, sample.labels, sample.value) for family in families for sample in family.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -202,6 +203,16 @@ def test_it_asks_a_running_agent(agent: PrometheusExporter) -> None:
 def test_an_agent_is_asked_past_a_proxy(agent: PrometheusExporter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", refusing_url())
     assert check("--url", agent.url, "--window", "2", "--cost", "100")[0] == 0
+
+
+def test_what_is_no_http_is_unknown_and_no_warning() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.6\r\n"))
+        thread.start()
+        code, text = check("--url", f"http://127.0.0.1:{server.getsockname()[1]}/metrics", "--window", "2")
+        thread.join()
+    assert code == 3
+    assert text.startswith("GPUIDLE UNKNOWN - ")
 
 
 def test_no_agent_is_unknown() -> None:
