@@ -207,7 +207,13 @@ def test_an_agent_is_asked_past_a_proxy(agent: PrometheusExporter, monkeypatch: 
 
 def test_what_is_no_http_is_unknown_and_no_warning() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.6\r\n"))
+
+        def greet() -> None:
+            with server.accept()[0] as visitor:
+                visitor.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                visitor.recv(4096)
+
+        thread = threading.Thread(target=greet)
         thread.start()
         code, text = check("--url", f"http://127.0.0.1:{server.getsockname()[1]}/metrics", "--window", "2")
         thread.join()
