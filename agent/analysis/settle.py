@@ -14,6 +14,7 @@ from gpuidle.agent.analysis.integers import clip_to
 from gpuidle.agent.analysis.ledger import Evidence, ledger
 from gpuidle.agent.analysis.phase import Clues, shares_from_sums
 from gpuidle.agent.analysis.reclaim import reclaimable_ns
+from gpuidle.agent.analysis.several import shares_of_several
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending, Settled
 from gpuidle.agent.model import Problem, Shares
 from gpuidle.agent.physics.peaks import DevicePeaks
@@ -38,8 +39,9 @@ def settle_gpu(
     evidence = evidence_of(track, window, reading, seen, engines, peaks)
     booked = ledger(evidence)
     _learn_decode(track, seen, engines)
-    shares = _gpu_shares(evidence, engines)
-    if engines and evidence.owner == "engine" and all(e.sums is None and e.steps is None for e in engines):
+    shares = _gpu_shares(evidence, window, engines)
+    blind = len(engines) == 1 and engines[0].sums is None and engines[0].steps is None
+    if blind and evidence.owner == "engine":
         shares = _fast_shares(track, window, peaks) or shares
     track.window_ns, track.causes_ns, track.estimated = booked.window_ns, booked.causes_ns, booked.estimated
     track.shares, track.rung = shares, seen.rung
@@ -58,7 +60,7 @@ def settle_gpu(
     return _referee(track, evidence)
 
 
-def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
+def _gpu_shares(evidence: Evidence, window: Pending, engines: Sequence[EngineWindow]) -> Shares:
     window_ns = evidence.window_ns
     if evidence.owner in ("unallocated", "suspended"):
         idle_ns = max(0, evidence.observed_ns - round(evidence.active_ns or 0.0))
@@ -70,8 +72,11 @@ def _gpu_shares(evidence: Evidence, engines: Sequence[EngineWindow]) -> Shares:
             evidence="measured" if evidence.active_ns is not None else "estimated",
         )
     acting = [e for e in engines if e.sums is None or not e.sums.at_rest]
-    if len(engines) == 1 and engines[0].steps is not None:
-        return engines[0].steps.shares
+    stepped = [e for e in engines if e.steps is not None]
+    if len(stepped) == 1 and stepped[0].steps is not None and all(e.steps is not None for e in acting):
+        return stepped[0].steps.shares
+    if len(stepped) > 1 and all(e.series for e in (*stepped, *acting)):
+        return shares_of_several([e.series for e in stepped], window.start_ns, window.end_ns)
     if len(acting) == 1 or len(engines) == 1:
         engine = (acting or list(engines))[0]
         if engine.unplaced and acting:
