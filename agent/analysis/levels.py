@@ -61,7 +61,8 @@ class Segments:
         self.width_ns = total(width_ns)
         self.busy_ns = total(active * width_ns)
         share = np.maximum(self.busy_ns, ACTIVE_RATIO * self.width_ns)
-        self.x = intensity(total(tensor * width_ns) / share, total(dram * width_ns) / share)
+        self.tensor = total(tensor * width_ns) / share
+        self.x = intensity(self.tensor, total(dram * width_ns) / share)
         self.samples = np.diff(np.append(begin, count))
         self.whole = ~gap[begin]
         """Without a gap inside."""
@@ -88,6 +89,8 @@ class ShortSamples:
     """Distance from the last dense bin; between the two is unknown."""
     EQUAL, EQUAL_SAMPLE = 0.08, 0.2
     """Segments as far apart in x are equals: for long ones, and more for one sample of noise."""
+    EDGE_SAMPLES = 2
+    """A segment of no more samples, between the two classes, may hold both."""
     SEVERAL_NS = 100e6
     """A level that stays for so long is a run where no gaps are seen: a step that is not dense reads each
     byte of the memory about once, which takes less."""
@@ -109,7 +112,18 @@ class ShortSamples:
             parts.x > edge + self.PREFILL_BEYOND, 1, np.where(parts.x <= edge + self.DECODE_WITHIN, -1, 0)
         )
         label[~parts.usable] = 0
-        found: Labels = label.astype(np.int8)[parts.of_sample]
+        found: Labels = self._halved(parts, label.astype(np.int8))[parts.of_sample]
+        return found
+
+    def _halved(self, parts: Segments, label: Labels) -> Labels:
+        """Label a sample between the two classes by which of its neighbours fills more of it."""
+        before, after = label[:-2], label[2:]
+        here, left, right = parts.tensor[1:-1], parts.tensor[:-2], parts.tensor[2:]
+        decode, prefill = np.where(before < 0, left, right), np.where(before < 0, right, left)
+        between = (before * after < 0) & (decode < prefill)
+        between &= (parts.samples[1:-1] <= self.EDGE_SAMPLES) & parts.usable[1:-1]
+        found = label.copy()
+        found[1:-1][between] = np.where(2 * here > decode + prefill, 1, -1)[between]
         return found
 
     def _learn(self, parts: Segments) -> float:
@@ -182,7 +196,7 @@ class LongSamples:
     DECODE_QUANTILE, PREFILL_QUANTILE, DRAM_QUANTILE = 0.2, 0.9, 0.7
     """Of samples that are no dense prefill, of the rest, of DRAM in the former: where nearly all are mixtures
     these are the purest."""
-    DECODE_BELOW, PREFILL_ABOVE = 0.25, 0.6
+    DECODE_BELOW, PREFILL_ABOVE = 0.2, 0.6
     DRAM_RESTS = 0.2
 
     def __init__(self) -> None:
