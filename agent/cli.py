@@ -76,17 +76,23 @@ def _load_config(ctx: click.Context, path: Path | None) -> None:
         if path is None:
             return
         tables = read_config(path)
-        known: dict[str, dict[str, str | None]] = {}
+        known: dict[str, dict[str, click.Parameter]] = {}
         for name in COMMANDS:
             command = group.get_command(ctx, name) if name in tables else None
-            known[name] = {_written(p): p.name for p in command.params} if command else {}
+            known[name] = {_written(p): p for p in command.params} if command else {}
         check_keys(path, tables, known)
     except ConfigError as error:
         raise click.UsageError(str(error), ctx) from error
     defaults: dict[str, Any] = {
-        name: {known[name][key]: value for key, value in table.items()} for name, table in tables.items()
+        name: {known[name][key].name: _default(known[name][key], value) for key, value in table.items()}
+        for name, table in tables.items()
     }
     ctx.default_map = defaults
+
+
+def _default(parameter: click.Parameter, value: object) -> object:
+    """Return a value of the file; one for an option that may be repeated may stand alone."""
+    return [value] if getattr(parameter, "multiple", False) and not isinstance(value, list) else value
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -103,6 +103,15 @@ def test_environment_and_file_name_options_as_the_command_line_does(tmp_path: Pa
     assert "--price" in done.stderr
 
 
+@pytest.mark.parametrize("written", ["2.5", '["2.5", "Some GPU=3"]'])
+def test_an_option_that_may_be_repeated_needs_no_list_in_the_file(tmp_path: Path, written: str) -> None:
+    path = tmp_path / "gpuidle.toml"
+    path.write_text(f"[watch]\nprice = {written}\n")
+    done = run("--config", str(path), "watch", "--demo", "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    assert decode_frame(done.stdout.encode()).gpus[0].price_per_hour == 2.5
+
+
 def test_two_agents_on_one_port_are_told_apart() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
