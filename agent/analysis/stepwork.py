@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -66,33 +67,51 @@ def steps_of(
     start, end, inside = start[keep], end[keep], inside[keep]
     prefill, decode = column("prefill_tokens")[keep], column("decode_tokens")[keep]
     context, sequences = column("kv_tokens")[keep], column("sequences")[keep]
-    known = all(s.delivered_tokens is not None for s in usable)
-    prompts = np.maximum(sequences - decode, prefill > 0)
-    rows = np.minimum(column("delivered_tokens")[keep], prefill + decode) if known else decode + prompts
+
+    def known(name: str) -> bool:
+        return all(getattr(s, name) is not None for s in usable)
+
+    nothing = np.zeros(len(start), dtype=np.int64)
+    drafting = known("draft_tokens") and known("accepted_tokens")
+    drafts = column("draft_tokens")[keep] if drafting else nothing
+    rejected = np.maximum(0, drafts - column("accepted_tokens")[keep]) if drafting else nothing
+    again = column("recomputed_tokens")[keep] if known("recomputed_tokens") else nothing
+    decoding_sequences = np.maximum(0, decode - drafts)
+    prompts = np.maximum(sequences - decoding_sequences, prefill > 0)
+    rows = decode + prompts
+    if known("delivered_tokens"):
+        rows = np.minimum(column("delivered_tokens")[keep] + rejected, prefill + decode)
     alone = prefill == 0
     # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
     # chunk reads the chunks before it, which filled their steps.
-    decoding = float(context[alone].sum()) / float(decode[alone].sum()) if alone.any() else math.inf
-    of_decodes = np.minimum(context, decode * decoding) if decoding < math.inf else context
+    those = float(decoding_sequences[alone].sum())
+    decoding = float(context[alone].sum()) / those if those else math.inf
+    of_decodes = np.minimum(context, decoding_sequences * decoding) if decoding < math.inf else context
     before = np.minimum(_chunks_before(prefill, decode, reading), context - of_decodes)
     chunk = np.divide(prefill, prompts, out=np.zeros(len(prefill)), where=prompts > 0)
-    pairs = np.where(
-        alone, context + decode, of_decodes + decode + prefill * (chunk + 1) / 2 + before * chunk
-    )
+    each = decode / np.maximum(1, decoding_sequences)  # the last token and its drafts
+    of_rows = np.where(alone, context, of_decodes) * each + decode * (each + 1) / 2
+    of_prompts = prefill * (chunk + 1) / 2 + before * chunk
     tokens = prefill + decode
     padded = -(-tokens // TILE_ROWS) * TILE_ROWS / np.maximum(tokens, 1)
     place = reading.parallelism
-    done = work(
+    ask = partial(
+        work,
         shape,
         tensor_parallel=place.tensor,
         pipeline_parallel=place.pipeline,
         expert_parallel=place.expert,
         data_parallel=max(1, place.data),
-        tokens=tokens,
-        logit_rows=rows,
-        attention_pairs=pairs,
         kv_read_tokens=context,
     )
+    done = ask(tokens=tokens, logit_rows=rows, attention_pairs=of_rows + of_prompts)
+    if rejected.any() or again.any():
+        # Rows that were thrown away, or computed before and lost: executed, not useful.
+        kept = np.maximum(1, tokens - rejected - again)
+        lost = of_rows * rejected / np.maximum(1, decode) + of_prompts * again / np.maximum(1, prefill)
+        useful = ask(tokens=kept, logit_rows=rows - rejected, attention_pairs=of_rows + of_prompts - lost)
+        done = msgspec.structs.replace(done, flops=useful.flops)
+        padded = padded * tokens / kept
     return Steps(start=start, end=end, share=inside / (end - start), padded=padded, work=done)
 
 
