@@ -83,7 +83,7 @@ class ShortSamples:
 
     BIN = 0.05
     LOWEST, BINS = -6.0, 240
-    DENSE = 0.05
+    DENSE = 0.08
     """A bin belongs to decode if it holds this share of the fullest one."""
     DECODE_WITHIN, PREFILL_BEYOND = 0.2, 0.3
     """Distance from the last dense bin; between the two is unknown."""
@@ -128,12 +128,13 @@ class ShortSamples:
 
     def _learn(self, parts: Segments) -> float:
         """Take the segments in and return where decode ends."""
-        # Where samples are as long as steps each holds a gap.
-        whole = parts.usable & parts.whole
-        if parts.busy_ns[whole].sum() < 0.2 * parts.busy_ns.sum():
-            whole = parts.usable
-        x, seconds = parts.x[whole], parts.busy_ns[whole] / 1e9
-        equal = self._in_runs(x, parts.width_ns[whole], parts.samples[whole].astype(np.float64))
+        # A gap in a sample of its own lies between steps; where samples are as long as steps each holds one.
+        alone = ~parts.whole
+        alone[1:] &= parts.whole[:-1]
+        alone[:-1] &= parts.whole[1:]
+        kept = parts.usable & ~alone
+        x, seconds = parts.x[kept], parts.busy_ns[kept] / 1e9
+        equal = self._in_runs(x, parts.width_ns[kept], parts.samples[kept].astype(np.float64))
         self._runs *= np.exp(-seconds.sum() / MEMORY_S)
         place = np.clip((x - self.LOWEST) / self.BIN, 0, self.BINS - 1).astype(np.int64)
         self._runs += np.bincount(place[equal], seconds[equal], self.BINS)
