@@ -114,7 +114,8 @@ def _shares(engine: EngineFrame) -> list[Line]:
 
 
 def _devices(frame: Frame, engine: EngineFrame) -> str:
-    indices = sorted(gpu.index for gpu in frame.gpus if gpu.hw_id in engine.hw_ids)
+    # Instances of one GPU share its number.
+    indices = sorted({gpu.index for gpu in frame.gpus if gpu.hw_id in engine.hw_ids})
     if not indices:
         return ""
     return f"on GPU {numbers_together(indices)}"

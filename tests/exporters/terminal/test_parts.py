@@ -14,7 +14,7 @@ from tests.exporters.terminal import frames as made
 
 from gpuidle.exporters.terminal import layout, numbers
 from gpuidle.exporters.terminal.bars import gauge, used_sparks
-from gpuidle.exporters.terminal.engines import numbers_together
+from gpuidle.exporters.terminal.engines import engine_section, numbers_together
 from gpuidle.exporters.terminal.history import cells, main_phase, tracks
 from gpuidle.exporters.terminal.problems import ranked
 
@@ -219,6 +219,17 @@ def test_the_same_problem_of_several_devices_is_told_once_and_what_can_be_mended
     told = ranked(frame)
     assert [problem.kind for problem, _ in told] == ["no_permission", "stats_disabled"]
     assert told[0][1] == (made.uuid(0), made.uuid(1))
+
+
+def test_instances_of_one_gpu_share_its_number() -> None:
+    parts = tuple(
+        msgspec.structs.replace(made.gpu(0), hw_id=f"MIG-{number}", parent_hw_id=made.uuid(0))
+        for number in range(2)
+    )
+    frame = msgspec.structs.replace(made.frame(1, 1), gpus=parts)
+    engine = made.engine(hw_ids=("MIG-0", "MIG-1"))
+    lines = engine_section(msgspec.structs.replace(frame, engines=(engine,)), 100, "full")
+    assert "on GPU 0 " in layout.plain(lines[0])
 
 
 def test_runs_of_numbers_are_written_together() -> None:
