@@ -24,6 +24,8 @@ ENOUGH_NS = 2e9
 FASTER = 1.25
 """Prompts are paid for at this many times their usual rate at most where no counter shows the pipe: what is
 owed goes down, and no window is filled with the work of others."""
+DOUBT = 0.5
+"""How much of the padding may be work: what the pipe does in decode moves with the batch."""
 DEAD_RATIO = 0.5
 """A tensor counter that saw less than this of the work of a minute is not taken for a limit of it."""
 
@@ -66,19 +68,24 @@ def pay(
     decodes_ns = useful_ns - prompts_ns
     _learn_talk(track, prompts_ns, work.prompt_collectives_ns)
     if tensor_ns is not None:
-        room_ns = tensor_ns - decodes_ns
-        room_ns -= _padding(track, float(shares.decode_ns), decodes_ns, pad_ns)
+        padding_ns = _padding(track, float(shares.decode_ns), decodes_ns, pad_ns)
+        room_ns = tensor_ns - decodes_ns - padding_ns
+        most_ns = room_ns + DOUBT * padding_ns
     else:
-        room_ns = active_ns - decodes_ns
+        room_ns = most_ns = active_ns - decodes_ns
         if track.prompt_rate_ns[1] >= ENOUGH_NS:
-            rate = track.prompt_rate_ns[0] / track.prompt_rate_ns[1]
-            room_ns = min(room_ns, FASTER * rate * doubtful_ns)
+            rate = FASTER * track.prompt_rate_ns[0] / track.prompt_rate_ns[1]
+            room_ns, most_ns = min(room_ns, rate * doubtful_ns), min(most_ns, rate * active_ns)
     if not shares.unknown_ns:
         _learn_rate(track, prompts_ns, containing_ns)
-    owed_ns = prompts_ns + track.useful_debt_ns
+    debt_ns = track.useful_debt_ns
     lent_ns = _lendable(engine, peaks) if containing_ns else 0.0
-    paid_ns = min(max(0.0, owed_ns + lent_ns), max(0.0, room_ns)) if doubtful_ns else 0.0
-    track.useful_debt_ns = max(-MOST_OWED_NS, min(owed_ns - paid_ns, MOST_OWED_NS))
+    # The window's own prompts are believed unless the pipe contradicts; what others owe needs room.
+    own_ns = min(max(0.0, prompts_ns + min(0.0, debt_ns)), max(0.0, most_ns))
+    others_ns = min(max(0.0, prompts_ns + debt_ns + lent_ns - own_ns), max(0.0, room_ns - own_ns))
+    paid_ns = own_ns + (others_ns if doubtful_ns else 0.0)
+    left_ns = prompts_ns + debt_ns - paid_ns
+    track.useful_debt_ns = max(-MOST_OWED_NS, min(left_ns, MOST_OWED_NS))
     talk_ns = work.collectives_ns - work.prompt_collectives_ns + track.prompt_talk_ratio * paid_ns
     return Paid(useful_ns=decodes_ns + paid_ns, talk_ns=talk_ns)
 

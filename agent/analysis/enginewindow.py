@@ -122,7 +122,8 @@ def settle_engine(
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
     priced = None
     if shape is not None and steps is not None and reading.parallelism.data == 1:
-        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading)
+        hits = hit_ratio(track)
+        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading, hits)
     pace_ns: float | None = None
     decode: DecodeStep | None = None
     if sums is not None and priced is None:

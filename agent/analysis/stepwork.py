@@ -40,9 +40,17 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steps_of(
-    series: Sequence[StepSeries], start_ns: int, end_ns: int, shape: ModelShape, reading: EngineReading
+    series: Sequence[StepSeries],
+    start_ns: int,
+    end_ns: int,
+    shape: ModelShape,
+    reading: EngineReading,
+    hit_ratio: float = 0.0,
 ) -> Steps | None:
-    """Return the priced steps that touch [start_ns, end_ns); None unless every column needed is known."""
+    """Return the priced steps that touch [start_ns, end_ns); None unless every column needed is known.
+
+    `hit_ratio` is the share of prompt tokens that the prefix cache has: prompts attend to these as well.
+    """
     usable = [s for s in series if len(s) and s.end_ns[-1] > start_ns and s.start_ns[0] < end_ns]
     if not usable or any(
         not s.exact
@@ -87,7 +95,9 @@ def steps_of(
     those = float(decoding_sequences[alone].sum())
     decoding = float(context[alone].sum()) / those if those else math.inf
     of_decodes = np.minimum(context, decoding_sequences * decoding) if decoding < math.inf else context
-    before = np.minimum(_chunks_before(prefill, decode, reading), context - of_decodes)
+    # What the cache had of the prompts is known on average only.
+    found = prefill * (hit_ratio / (1 - min(0.99, hit_ratio)))
+    before = np.minimum(_chunks_before(prefill, decode, reading) + found, context - of_decodes)
     chunk = np.divide(prefill, prompts, out=np.zeros(len(prefill)), where=prompts > 0)
     each = decode / np.maximum(1, decoding_sequences)  # the last token and its drafts
     of_rows = np.where(alone, context, of_decodes) * each + decode * (each + 1) / 2
@@ -132,14 +142,13 @@ def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
     """Return the window's work: each step by its part inside the window."""
     flops = {dtype: float(np.sum(value * steps.share)) for dtype, value in steps.work.flops.items()}
     whole = sum(flops.values())
-    messages = float(np.sum(np.asarray(steps.work.collectives) * steps.share))
-    payload = float(np.sum(np.asarray(steps.work.collective_bytes) * steps.share))
+    talking = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
     return WindowWork(
         flops_by_dtype=flops,
         flops_low=0.95 * whole,
         flops_high=1.05 * whole,
         bytes_moved=float(np.sum(np.asarray(steps.work.total_bytes) * steps.share)),
-        collectives_ns=collectives_ns(messages, payload, tensor_parallel),
+        collectives_ns=float(np.sum(talking * steps.share)),
     )
 
 
@@ -215,10 +224,7 @@ def step_terms(
     executed = np.minimum(length, np.maximum(busy, np.minimum(useful, 1.05 * busy)))
     rest = length - executed
     bound = np.minimum(rest, np.maximum(0.0, memory - executed))
-    talking = collectives_ns(1.0, 0.0, tensor_parallel) * np.asarray(steps.work.collectives)
-    talking = talking + (
-        collectives_ns(1.0, 1e9, tensor_parallel) - collectives_ns(1.0, 0.0, tensor_parallel)
-    ) * (np.asarray(steps.work.collective_bytes) / 1e9)
+    talking = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
     return StepTerms(
         memory_ns=float(np.sum(bound * steps.share)),
         communication_ns=float(np.sum(np.minimum(talking, rest - bound) * steps.share)),

@@ -16,7 +16,7 @@ from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.model import EngineReading
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.shapes import ModelShape
-from gpuidle.agent.physics.work import work
+from gpuidle.agent.physics.work import Work, work
 
 REACHABLE_BANDWIDTH_RATIO = 0.93
 """Of the sheet's bandwidth, what DRAM has been seen to reach in decode (read means up to 96 % in published
@@ -202,19 +202,53 @@ def window_work(
         kv_read_tokens=0.0,
         steps=(steps or 0.0) / ranks,
     )
+    # Few tokens a step choose few experts: steps with a prompt are not averaged with the others.
+    part = _prompt_steps(sums, reading, steps) / steps if steps else 0.0
+    apart = work(
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=ranks,
+        tokens=(prefill + decode * part) / ranks,
+        logit_rows=decode * part / ranks,
+        attention_pairs=0.0,
+        kv_read_tokens=0.0,
+        steps=(steps or 0.0) * part / ranks,
+    )
+    weights = float(decoded.weight_bytes) * (1 - part) + float(apart.weight_bytes)
     flops = {dtype: float(value) for dtype, value in done.flops.items()}
     whole, least = sum(flops.values()), float(linear.total_flops)
     if not sums.prefill_exact:
         least = 0.0
-    messages = float(done.collectives)
-    talking = collectives_ns(messages, float(done.collective_bytes), place.tensor)
+    talking, prompts_talk = _talk(done, decoded, part, place.tensor)
     return WindowWork(
         collectives_ns=talking,
         prompt_ratio=max(0.0, 1 - float(decoded.total_flops) / whole) if whole else 0.0,
-        prompt_collectives_ns=talking
-        - collectives_ns(messages, float(decoded.collective_bytes), place.tensor),
+        prompt_collectives_ns=prompts_talk,
         flops_by_dtype=flops,
         flops_low=least,
         flops_high=whole + (whole - least if context is not None or not decode else whole),
-        bytes_moved=None if steps is None else float(done.weight_bytes) + float(done.kv_bytes),
+        bytes_moved=None if steps is None else weights + float(done.kv_bytes),
     )
+
+
+def _prompt_steps(sums: Sums, reading: EngineReading, steps: float) -> float:
+    """Return about how many of the steps computed prompts."""
+    prompts, budget = sums.prefill_tokens or 0, reading.limits.max_batched_tokens
+    if not prompts:
+        return 0.0
+    return min(steps, max(1.0, sums.first_tokens or 0, prompts / budget if budget else 0.0))
+
+
+def _talk(done: Work, decoded: Work, part: float, ranks: int) -> tuple[float, float]:
+    """Return the time of all messages, and what the prompts' tokens make of it: theirs are larger ones.
+
+    `part` is the share of the steps that computed prompts.
+    """
+    messages, payload = float(done.collectives), float(decoded.collective_bytes)
+    small = float(collectives_ns(messages, payload, ranks))
+    added = float(done.collective_bytes) - payload
+    larger = float(collectives_ns(messages * part, payload * part + added, ranks))
+    added_ns = max(0.0, larger - float(collectives_ns(messages * part, payload * part, ranks)))
+    return small + added_ns, added_ns

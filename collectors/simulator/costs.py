@@ -282,7 +282,7 @@ class Costs:
             read_bytes += parts * self._head_bytes
         write_bytes = load.tokens * self._kv_write_bytes
         payload = load.tokens * self._payload_per_token + load.logit_rows * self._payload_per_row
-        link_ns = parts * self._messages * spec.collective_latency_ns + payload / spec.link_bytes_per_s * 1e9
+        link_ns = self._link(parts * self._messages, payload)
         executed = self._flops.at(*padded)
         launch_ns = parts * (spec.launch_ns / spec.pipeline_stages)
         drafts = []
@@ -305,6 +305,15 @@ class Costs:
             read_bytes=read_bytes,
             write_bytes=write_bytes,
         )
+
+    def _link(self, messages: float, payload_bytes: float) -> float:
+        """Return the ns of so many all-reduces of one size."""
+        spec = self._spec
+        if not messages or not spec.link_points:
+            return messages * spec.collective_latency_ns + payload_bytes / spec.link_bytes_per_s * 1e9
+        sizes, times = zip(*spec.link_points, strict=True)
+        size = math.log(max(1.0, payload_bytes / messages))
+        return messages * math.exp(np.interp(size, np.log(sizes), np.log(times)))
 
     def _draft_passes(self, load: Load) -> list[_Done]:
         """Return the passes of the draft model: first over all rows of the step, then over its own."""

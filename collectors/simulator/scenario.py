@@ -176,7 +176,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     collective_latency_ns: int = 11_000
     """Of one all-reduce; two a layer where tensor-parallel."""
     link_bytes_per_s: float = 120e9
-    """What an all-reduce reaches on the link: 117 to 159 GB/s of message were measured with NCCL on H100."""
+    """What an all-reduce reaches on the link."""
+    link_points: tuple[tuple[float, float], ...] = ()
+    """Measured instead: (bytes, ns) of one all-reduce, rising; between them on logarithmic scales."""
     jitter: float = 0.02
     """Standard deviation of the part by which a step takes longer than its model says; never shorter."""
     version: str = "0.32.0"
