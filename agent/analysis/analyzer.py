@@ -146,6 +146,7 @@ class Analyzer:
         elif self._before is not None and _started_after(reading, self._before):
             sums, problems = sums_between(_unborn(reading, self._before), reading)
         track.counted, track.last_sums = reading, sums
+        _take_estimate(track, reading)
         if sums is None:
             for name in ("prefill_total", "decode_total"):
                 setattr(track, name, getattr(track, name) or 0)
@@ -361,6 +362,17 @@ def _add_tokens(track: EngineTrack, sums: Sums) -> None:
     ):
         if value is not None:
             setattr(track, name, (getattr(track, name) or 0) + value)
+
+
+def _take_estimate(track: EngineTrack, reading: EngineReading) -> None:
+    """Keep the engine's own estimate of its FLOPs, the mean over its cores' GPUs."""
+    told = [row.estimated_flops_per_gpu for row in reading.counters or ()]
+    mean = mean_known(told)
+    if mean is None:
+        return
+    if track.estimates and mean < track.estimates[-1][1]:
+        track.estimates.clear()  # the engine began anew
+    track.estimates.append((reading.read_ns, mean))
 
 
 def _count_prefix(track: EngineTrack, reading: EngineReading, trailing_ns: int) -> None:

@@ -48,6 +48,8 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Which of its data-parallel cores the device belongs to is not known."""
     series: tuple[StepSeries, ...] = ()
     """The exact steps in hand, those of the windows after this one included."""
+    estimates: tuple[tuple[int, float], ...] = ()
+    """(read_ns, FLOPs per GPU) of the engine's own estimate, those after the window included."""
     waits: Waits | None = None
     """What the device waited for the others of its group; None: it has none, or not all were seen."""
 
@@ -179,4 +181,5 @@ def settle_engine(
         clues=clues,
         shares=shares,
         series=tuple(s for s in track.steps if s.exact),
+        estimates=tuple(track.estimates),
     )

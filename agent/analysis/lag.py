@@ -27,19 +27,22 @@ Floats = NDArray[np.float64]
 
 WIDEST_NS = 10_000_000
 """Samples wider than this hold several steps; windows stay windows."""
-REACH = 64
-"""Lags are looked for up to this many samples on both sides."""
+REACH_NS = 100_000_000
+MOST_REACH = 64
+"""Lags are looked for up to this many samples, or REACH_NS, on both sides."""
 SAMPLES = 3000
-FEWEST_SAMPLES = 600
+FEWEST_SAMPLES = 250
 EXPLAINED = 0.10
 """Of the counters' variance, what the steps must explain at least."""
 RIVAL = 0.07
 """A lag that leaves less than this much more of the variance unexplained (as a logarithm) is as good."""
+PLACE_NS = 500_000
+"""How far apart lags are tried; a sample is cut into two at least."""
 FRACTION = 1.5
-"""As much more may a lag leave at a half sample than at the fraction where its minimum lies."""
+"""As much more may a lag leave at such a place than at the one between two where its minimum lies."""
 CANDIDATES = 6
 WIDEST_PEAK = 8
-"""Half samples on each side that may be as good as the best one."""
+"""Places on each side that may be as good as the best one."""
 AGREE_SAMPLES = 1.0
 DRIFT = 200e-6
 """The fastest that two clocks of a machine are taken to drift apart."""
@@ -70,10 +73,11 @@ def estimate(
     width = int(np.median(rows[0].width_ns))
     if width > WIDEST_NS:
         return None
-    begin = max(start_ns, int(steps[0].start_ns[0]) + REACH * width)
-    end = min(end_ns, begin + SAMPLES * width, int(steps[-1].end_ns[-1]) - REACH * width)
+    reach = _reach(width)
+    begin = max(start_ns, int(steps[0].start_ns[0]) + reach * width)
+    end = min(end_ns, begin + SAMPLES * width, int(steps[-1].end_ns[-1]) - reach * width)
     samples = _samples(rows, begin, end)
-    steps = [s for s in steps if s.end_ns[-1] > begin - REACH * width and s.start_ns[0] < end + REACH * width]
+    steps = [s for s in steps if s.end_ns[-1] > begin - reach * width and s.start_ns[0] < end + reach * width]
     if not steps or samples is None or samples.count * width < COVERED * (end - begin):
         return None
     knots, expected = _expected(steps)
@@ -86,24 +90,30 @@ def estimate(
         return sum(_left(m, np.diff(np.interp(moved, knots, sums), axis=0)[0]) for m, sums in channels)
 
     # As if all samples were as wide as most are: good enough to find where peaks may be.
-    coarse = np.zeros(2 * (2 * REACH + 1))
-    for half in (0, 1):
-        wide = samples.start[0] + width * (np.arange(-REACH, samples.count + REACH + 1) - half / 2)
+    # Gaps between steps are short: in a wide sample only a small part of it away from the lag do they match.
+    fine = max(2, round(width / PLACE_NS))
+    coarse = np.zeros(fine * (2 * reach + 1))
+    for part in range(fine):
+        wide = samples.start[0] + width * (np.arange(-reach, samples.count + reach + 1) - part / fine)
         left = sum(_left_at_lags(m, np.diff(np.interp(wide, knots, sums))) for m, sums in channels)
-        # Place i has the prediction begin i - REACH samples after the counters: a lag of REACH - i samples.
-        coarse[half::2] = np.asarray(left)[::-1]
+        # Place i has the prediction begin i - reach samples after the counters: a lag of reach - i samples.
+        coarse[part::fine] = np.asarray(left)[::-1]
     if coarse.min() > 0.5 * math.log(1 - EXPLAINED):
         return None
-    found = sorted(_refined(at, place / 2 - REACH) for place in _candidates(coarse))
+    found = sorted(_refined(at, place / fine - reach, 1 / fine) for place in _candidates(coarse))
     if not found or found[0][0] > math.log(1 - EXPLAINED):
         return None
     (best, lag), rivals = found[0], found[1:]
     if any(left <= best + RIVAL and abs(other - lag) > 1 for left, other in rivals):
         return None
-    reach = _breadth(coarse, 2 * REACH + round(2 * lag))
-    if reach is None:
+    breadth = _breadth(coarse, fine * reach + round(fine * lag))
+    if breadth is None:
         return None
-    return Estimate((begin + end) // 2, lag * width, reach * width)
+    return Estimate((begin + end) // 2, lag * width, breadth * width / fine)
+
+
+def _reach(width_ns: int) -> int:
+    return min(MOST_REACH, max(8, REACH_NS // width_ns))
 
 
 def _candidates(coarse: Floats) -> list[int]:
@@ -115,17 +125,14 @@ def _candidates(coarse: Floats) -> list[int]:
 
 
 def _breadth(coarse: Floats, place: int) -> float | None:
-    """Return how far from a minimum lags are about as good, in samples; None: too far to be of use.
-
-    Places are half samples apart.
-    """
+    """Return how far from a minimum lags are about as good, in places; None: too far to be of use."""
     if not WIDEST_PEAK < place < len(coarse) - 1 - WIDEST_PEAK:
         return None
     near = coarse[place - WIDEST_PEAK : place + WIDEST_PEAK + 1] <= coarse[place] + RIVAL
     if near[0] or near[-1]:
         return None
     as_good = np.flatnonzero(near) - WIDEST_PEAK
-    return max(0.25, float(np.abs(as_good).max()) / 2)
+    return max(0.5, float(np.abs(as_good).max()))
 
 
 class _Samples(msgspec.Struct, frozen=True):
@@ -204,18 +211,18 @@ def _left(measured: Floats, predicted: Floats) -> float:
     return math.log(max(1e-6, 1.0 - min(1.0, max(0.0, like)) ** 2))
 
 
-def _refined(at: Callable[[float], float], lag: float) -> tuple[float, float]:
-    """Return what the best lag within half a sample of `lag` leaves, and that lag in samples.
+def _refined(at: Callable[[float], float], lag: float, place: float) -> tuple[float, float]:
+    """Return what the best lag within a place of `lag` leaves, and that lag in samples.
 
-    Quarters of a sample, then the parabola through three of them.
+    Halves of a place, then the parabola through three of them.
     """
-    places = [lag + quarter / 4 for quarter in range(-2, 3)]
-    values = [at(place) for place in places]
-    low = min(range(1, len(places) - 1), key=lambda i: values[i])
+    lags = [lag + place * half / 2 for half in range(-2, 3)]
+    values = [at(each) for each in lags]
+    low = min(range(1, len(lags) - 1), key=lambda i: values[i])
     before, middle, after = values[low - 1 : low + 2]
     bend = before - 2 * middle + after
     shift = 0.0 if bend <= 0 else max(-1.0, min(1.0, 0.5 * (before - after) / bend))
-    return min(values), places[low] + 0.25 * shift
+    return min(values), lags[low] + place / 2 * shift
 
 
 class LagTrack:
@@ -274,7 +281,7 @@ class LagTrack:
     def at(self, moment_ns: int) -> tuple[float, float] | None:
         """Return the lag at a moment and its error, ns; None while it is not clear.
 
-        From four estimates on a line through them follows the drift.
+        From four estimates on a line through them follows the drift, if they lie on one.
         """
         if not self.clear:
             return None
@@ -282,12 +289,16 @@ class LagTrack:
         errors = float(np.median([each.error_ns for each in self._known]))
         if len(lags) < 4:
             return float(lags[-1]), errors
+        middle = float(np.median(lags))
         times = np.array([(each.at_ns - self._known[-1].at_ns) / 1e9 for each in self._known])
         slope, level = np.polyfit(times, lags, 1)
+        off_line = float(np.abs(lags - level - slope * times).max())
+        if off_line > 0.3 * float(np.abs(lags - middle).max()) or abs(slope) > DRIFT * 1e9:
+            return middle, errors  # they scatter: there is no drift to see
         ahead = (moment_ns - self._known[-1].at_ns) / 1e9
         return float(level + slope * ahead), errors
 
     @property
     def reach_ns(self) -> int:
         """How far lags are looked for: what is not clear may be off by this much."""
-        return REACH * self.width_ns
+        return _reach(self.width_ns) * self.width_ns if self.width_ns else 0

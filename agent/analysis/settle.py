@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
+from gpuidle.agent.analysis.claims import judge
 from gpuidle.agent.analysis.enginewindow import EngineWindow, device_peaks
 from gpuidle.agent.analysis.evidence import evidence_of, useful_s
 from gpuidle.agent.analysis.fastphase import label_window
@@ -57,7 +58,7 @@ def settle_gpu(
         track.trailing.popleft()
     while track.counters and int(track.counters[0].end_ns[-1]) <= window.end_ns - KEPT_NS:
         track.counters.popleft()
-    return _referee(track, evidence)
+    return judge(track, window, seen, engines if evidence.owner == "engine" else (), peaks, trailing_ns)
 
 
 def _gpu_shares(evidence: Evidence, window: Pending, engines: Sequence[EngineWindow]) -> Shares:
@@ -183,22 +184,3 @@ def _settled(
         useful_ns=useful,
         bound_ns=bound_ns,
     )
-
-
-def _referee(track: GpuTrack, evidence: Evidence) -> list[Problem]:
-    """Say so when the work model claims more than the tensor pipe did."""
-    tensor, useful = evidence.tensor_ns, evidence.useful_ns
-    if not tensor or useful is None or useful <= 1.05 * tensor * min(1.0, evidence.clock_ratio):
-        return []
-    if useful < 0.01 * evidence.window_ns:
-        return []  # a hundredth of a window is below what the sums and the counter agree on
-    return [
-        Problem(
-            source="analysis",
-            kind="useful_exceeds_tensor",
-            message=f"{track.reading.name}: useful FLOPs need {useful / 1e6:.0f} ms of tensor time, "
-            f"the counter saw {tensor / 1e6:.0f} ms",
-            remedy="check dtype and quantisation of the model, the clock, and that the counter is alive",
-            subject=track.reading.hw_id,
-        )
-    ]

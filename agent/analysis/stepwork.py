@@ -34,6 +34,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     end: Any
     share: Any
     """Part of the step inside the window, 0 to 1."""
+    tokens: Any
     padded: Any
     """Rows with those that fill up the tiles over those without."""
     work: Work
@@ -122,7 +123,7 @@ def steps_of(
         useful = ask(tokens=kept, logit_rows=rows - rejected, attention_pairs=of_rows + of_prompts - lost)
         done = msgspec.structs.replace(done, flops=useful.flops)
         padded = padded * tokens / kept
-    return Steps(start=start, end=end, share=inside / (end - start), padded=padded, work=done)
+    return Steps(start=start, end=end, share=inside / (end - start), tokens=tokens, padded=padded, work=done)
 
 
 def _chunks_before(prefill: Ints, decode: Ints, reading: EngineReading) -> Ints:

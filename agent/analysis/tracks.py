@@ -11,6 +11,7 @@ from gpuidle.agent.analysis.lag import LagTrack
 from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.analysis.reclaim import Known
+from gpuidle.agent.analysis.referee import Claims
 from gpuidle.agent.model import (
     CAUSES,
     ESTIMABLE,
@@ -19,6 +20,7 @@ from gpuidle.agent.model import (
     Durations,
     EngineReading,
     GpuReading,
+    Problem,
     Rung,
     Shares,
     StepSeries,
@@ -74,6 +76,11 @@ class GpuTrack(msgspec.Struct):
     """End of the last sample; None: no fast counter was seen."""
     sample_ns: int = 0
     """Width of the last sample."""
+    claims: deque[Claims] = msgspec.field(default_factory=deque)
+    """Of the trailing window, where one engine is on the device."""
+    verdicts: tuple[Problem, ...] = ()
+    judged_ns: int = 0
+    judged_of: tuple[str, str | None, int | None] | None = None
     lag: LagTrack = msgspec.field(default_factory=LagTrack)
     lag_ns: float = 0.0
     """By how much the counters' clock is taken to be ahead of the engine's; 0 while that is not clear."""
@@ -117,6 +124,8 @@ class EngineTrack(msgspec.Struct):
     accepted_total: int | None = None
     preemptions_total: int | None = None
     flops_total: float | None = None
+    estimates: deque[tuple[int, float]] = msgspec.field(default_factory=lambda: deque(maxlen=64))
+    """(read_ns, FLOPs per GPU) of the engine's own estimate, the latest ones."""
 
 
 class Pending(msgspec.Struct, frozen=True):
