@@ -2,20 +2,17 @@
 
 Bars: plugin at most 3 us + 0.15 us a scheduled sequence a step; polling at most 5 % of a core at 1 kHz.
 
-    python benchmarks/steps_cost.py [--vllm PYTHON] [--pairs 12]
+    python benchmarks/steps_cost.py [--vllm PYTHON] [--seconds 120]
 
-With an interpreter that has vLLM, one server is started whose plugin is switched on and off by a signal
-(through a plugin of this benchmark's own), and the same load runs in pairs, in the order on-off-off-on: CPU
-time of the engine's core process and wall time, each a step, with a 95 % confidence interval of the
-difference.
+With an interpreter that has vLLM, `steps_engine.py` runs an engine in one process and switches the plugin on
+and off by blocks of steps: CPU time a step, with a 95 % confidence interval of the difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -275,109 +272,43 @@ def polling(rounds: int = 5, seconds: float = 3.0) -> None:
 # --------------------------------------------------------------------------------------------------------
 # Pairs on a real engine
 
-SWITCH = """
-import os, signal, time
-from gpuidle.collectors.steps import vllm_plugin
-spent = []
-def timed(method):
-    def call(*args):
-        begin = time.perf_counter_ns()
-        result = method(*args)
-        spent.append(time.perf_counter_ns() - begin)
-        return result
-    return call
-def register():
-    for name in ("scheduled", "finished"):
-        setattr(vllm_plugin.Recorder, name, timed(getattr(vllm_plugin.Recorder, name)))
-    vllm_plugin.register()
-    from vllm.v1.core.sched.scheduler import Scheduler
-    names = ("schedule", "update_from_output")
-    on = {name: getattr(Scheduler, name) for name in names}
-    off = {name: each.__wrapped__ for name, each in on.items()}
-    def turn(number, _frame):
-        for name, each in (on if number == signal.SIGUSR1 else off).items():
-            setattr(Scheduler, name, each)
-        if number == signal.SIGUSR2 and spent:
-            with open(os.environ["GPUIDLE_SPENT"], "a") as file:
-                file.write(" ".join(map(str, spent)) + " ")
-            spent.clear()
-    signal.signal(signal.SIGUSR1, turn)
-    signal.signal(signal.SIGUSR2, turn)
-"""
+
+def engine(python: str, seconds: int) -> None:
+    """Print what `steps_engine.py` measured in a real vLLM."""
+    script = str(Path(__file__).with_name("steps_engine.py"))
+    done = subprocess.run([python, script, str(seconds)], capture_output=True, text=True, check=False)
+    line = next((each for each in done.stdout.splitlines() if each.startswith('{"sequences"')), None)
+    if line is None:
+        raise SystemExit(f"the engine did not run:\n{done.stderr[-4000:]}")
+    found = json.loads(line)
+    pairs, own = np.array(found["pairs"]), np.array(found["own"])
+    low, middle, high = np.percentile(own, (10, 50, 90))
+    print(
+        f"an engine of vLLM's in one process, us of CPU a step of {found['sequences']} sequences, "
+        f"{len(pairs)} pairs:"
+    )
+    for at, name in ((0, "whole step"), (1, "without the model's forward pass")):
+        off, more = np.median(pairs[:, at + 2]), pairs[:, at] - pairs[:, at + 2]
+        print(f"  {name}: {off:.0f} without the plugin; {interval(more)} more with it")
+    print(f"  the plugin's own part by a clock around it: {middle:.1f} (10 to 90 %: {low:.1f} to {high:.1f})")
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def pairs(python: str, count: int) -> None:
-    import psutil
-    from tests.live.server import Ask, Server
-
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        info = folder / "site" / "steps_switch-1.dist-info"
-        info.mkdir(parents=True)
-        (info.parent / "steps_switch.py").write_text(SWITCH)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: steps-switch\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nswitch = steps_switch:register\n")
-        os.environ.update(
-            PYTHONPATH=os.pathsep.join([str(info.parent), str(ROOT / ".editable")]),
-            GPUIDLE_STEPS="1",
-            GPUIDLE_SPENT=str(folder / "spent"),
-            GPUIDLE_STEPS_DIR=str(folder),
-        )
-        server = Server(python, folder / "server.log")
-        stack.callback(server.stop)
-        server.wait_until_healthy()
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        (core,) = [child.pid for child in children if "EngineCore" in " ".join(child.cmdline())]
-
-        def run(*, on: bool) -> tuple[float, float]:
-            os.kill(core, signal.SIGUSR1 if on else signal.SIGUSR2)
-            time.sleep(0.2)
-            cpu, wall = cpu_s(core), time.monotonic()
-            server.client.complete_all([Ask(8, 256)] * 16, 16)
-            return (cpu_s(core) - cpu) / 256 * 1e6, (time.monotonic() - wall) / 256 * 1e6
-
-        run(on=True)
-        differences: list[tuple[float, float]] = []
-        base: list[tuple[float, float]] = []
-        for at in range(count):
-            order = (True, False) if at % 2 == 0 else (False, True)
-            took = {on: run(on=on) for on in order}
-            differences.append((took[True][0] - took[False][0], took[True][1] - took[False][1]))
-            base.append(took[False])
-        run(on=False)
-        spent = np.array((folder / "spent").read_text().split(), dtype=np.int64) / 1000
-        low, middle, high = np.percentile(spent[0::2] + spent[1::2], (10, 50, 90))
-        print(
-            f"in the engine, between its other work: {middle:.1f} us a step of 16 sequences "
-            f"(10 to 90 %: {low:.1f} to {high:.1f}; {len(spent) // 2} steps)"
-        )
-        for which, name in ((0, "CPU of the core process"), (1, "wall time")):
-            values = [each[which] for each in differences]
-            off = statistics.mean(each[which] for each in base)
-            print(f"{name}, us a step of 16 sequences: {off:.0f} without; {interval(values)} more with")
-
-
-def interval(values: list[float]) -> str:
-    """Return mean and 95 % confidence interval (Student's t, near enough from 8 values on)."""
-    mean = statistics.mean(values)
-    half = (1.96 + 2.5 / len(values)) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}] (median {statistics.median(values):+.1f})"
+def interval(values: Any, rounds: int = 4000) -> str:
+    """Return the median and its 95 % confidence interval, by bootstrap over the pairs."""
+    draws = np.random.default_rng(0).choice(values, (rounds, len(values)))
+    low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
+    return f"{np.median(values):+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--vllm", metavar="PYTHON")
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--seconds", type=int, default=120, help="of pairs on the engine")
     options = parser.parse_args()
     plugin()
     polling()
     if options.vllm:
-        pairs(options.vllm, options.pairs)
+        engine(options.vllm, options.seconds)
 
 
 if __name__ == "__main__":

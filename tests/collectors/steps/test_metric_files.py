@@ -18,6 +18,7 @@ from prometheus_client import mmap_dict
 
 from gpuidle.collectors.steps.metric_files import MetricFile, MetricFileError
 from gpuidle.collectors.steps.polling import Follower, Poller, Row, series, spread_prompts
+from gpuidle.collectors.steps.ticker import Ticker
 
 MS = 1_000_000
 SAMPLES = Path(__file__).parents[2] / "data" / "vllm" / "prom_multiproc_db"
@@ -63,7 +64,16 @@ class Engine:
             sample = "vllm:generation_tokens_total"
         self._bump(self._counters, key(name, sample, engine=rank, **labels), amount)
 
+    def mark(self, tokens: float, rank: str = "0") -> None:
+        """The sum of the histogram of steps, which is written before its count."""
+        name = "vllm:iteration_tokens_total"
+        self._bump(self._histograms, key(name, f"{name}_sum", engine=rank), tokens)
+
     def count(self, steps: int, rank: str = "0", le: str = "8.0") -> None:
+        self.mark(4 * steps, rank)
+        self.bucket(steps, rank, le)
+
+    def bucket(self, steps: int, rank: str = "0", le: str = "8.0") -> None:
         name = "vllm:iteration_tokens_total"
         self._bump(self._histograms, key(name, f"{name}_bucket", engine=rank, le=le), steps)
 
@@ -99,7 +109,8 @@ def test_decodes_and_a_prompt_with_a_poll_between_every_two_writes(engine: Engin
         for write in (
             partial(engine.add, "prompt", prompt),
             partial(engine.add, "generation", made),
-            partial(engine.count, 1),
+            partial(engine.mark, prompt + made),
+            partial(engine.bucket, 1),
             partial(engine.first, 0.002, requests=firsts),
         ):
             write()
@@ -125,6 +136,65 @@ def test_steps_between_two_polls_are_one_row_and_the_others_are_lost(engine: Eng
     assert [(r.steps, r.delivered_tokens) for r in rows] == [(3, 12)]
     assert lost == 2
     assert engine.follower.take(1 << 62)["0"] == ([], 0)
+
+
+def test_a_step_without_tokens_is_counted_though_it_leaves_no_mark(engine: Engine) -> None:
+    engine.poll()
+    engine.bucket(1)
+    for _ in range(300):
+        engine.poll()
+    (row,) = engine.rows()
+    assert (row.steps, row.delivered_tokens) == (1, 0)
+
+
+def test_a_file_without_the_sum_of_steps_is_watched_by_their_counts(tmp_path: Path) -> None:
+    make: Any = mmap_dict.MmapedDict
+    counters, histograms = make(str(tmp_path / "counter_1.db")), make(str(tmp_path / "histogram_1.db"))
+    name = "vllm:iteration_tokens_total"
+    bucket = key(name, f"{name}_bucket", engine="0", le="8.0")
+    histograms.read_value(bucket)
+    opened = [
+        MetricFile(os.open(tmp_path / f"{kind}_1.db", os.O_RDONLY)) for kind in ("counter", "histogram")
+    ]
+    follower = Follower(opened[0], opened[1], 0)
+    histograms.write_value(bucket, 1.0, 0.0)
+    assert follower.poll(MS)
+    assert not follower.poll(2 * MS)
+    assert [row.steps for row in follower.take(1 << 62)["0"][0]] == [1]
+    for one in (follower, counters, histograms):
+        one.close()
+
+
+def test_more_looks_than_are_kept_are_decoded_while_the_engine_works(engine: Engine) -> None:
+    """A step between every two polls, so that no poll finds the engine at rest."""
+    engine.poll()
+    for at in range(700):
+        engine.add("generation", 1 + at % 3)
+        engine.count(1)
+        engine.poll()
+    engine.poll()
+    rows, lost = engine.follower.take(1 << 62)["0"]
+    assert [row.delivered_tokens for row in rows] == [1 + at % 3 for at in range(700)]
+    assert lost == 0
+
+
+def test_after_its_end_a_poll_does_nothing(engine: Engine) -> None:
+    engine.poll()
+    engine.follower.close()
+    engine.count(1)
+    assert not engine.follower.poll(MS * 1000)
+    engine.follower.close = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("timer", [True, False])
+def test_a_ticker_ticks_with_and_without_a_timer_of_the_kernels(
+    timer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not timer:
+        monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    with Ticker(1000) as ticker:
+        for _ in range(3):
+            assert isinstance(ticker.wait(), bytes) is timer
 
 
 def test_drafts_that_were_rejected_were_rows_too(engine: Engine) -> None:

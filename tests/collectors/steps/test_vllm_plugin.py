@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.collectors.steps.fake_scheduler import Plan, result, scheduler_class, step
 
@@ -192,6 +193,65 @@ def test_a_version_that_is_not_understood_goes_on_and_the_missing_steps_are_coun
     ring.close()
     assert len(found.rows) == 0
     assert found.lost == 100
+
+
+def test_methods_of_another_signature_are_called_as_the_engine_calls_them(folder: Path) -> None:
+    base = scheduler_class("0.32")
+
+    class Changed(base):  # type: ignore[misc, valid-type]
+        def schedule(self, *, budget: int, more: bool = False) -> Any:
+            return super().schedule(more)
+
+        def update_from_output(self, scheduler_output: Any, result: Any, *, drain: bool) -> Any:
+            return super().update_from_output(scheduler_output, result)
+
+    unwrapped = {name: base.__dict__[name].__wrapped__ for name in ("schedule", "update_from_output")}
+    for name, method in unwrapped.items():
+        setattr(base, name, method)
+    base._gpuidle_wrapped = False
+    vllm_plugin.wrap(Changed)
+    scheduler = Changed()
+    scheduler.add("a", 6)
+    for _ in range(2):
+        scheduler.plan = Plan({"a": 6 if scheduler.requests["a"].num_computed_tokens == 0 else 1})
+        output = scheduler.schedule(budget=3)
+        scheduler.update_from_output(output, result=result(scheduler, scheduler.plan), drain=True)
+    assert rows(scheduler, "prefill_tokens", "decode_tokens") == [(6, 0), (0, 1)]
+    ring_of(scheduler).close()
+
+
+def test_a_step_whose_drafts_cannot_be_read_is_one_lost_step(scheduler: Any) -> None:
+    scheduler.add("a", 4)
+    step(scheduler, Plan({"a": 4}))
+    scheduler.plan = Plan({"a": 3}, drafts={"a": 2}, sampled={"a": 1})
+    output = scheduler.schedule()
+    sampled = result(scheduler, scheduler.plan)
+
+    class Odd(list[list[int]]):
+        def __bool__(self) -> bool:
+            raise ValueError("no truth")
+
+    sampled.sampled_token_ids = Odd(sampled.sampled_token_ids)
+    scheduler.update_from_output(output, sampled)
+    found = records(scheduler)
+    assert (len(found.rows), found.lost) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_accepted_drafts_are_counted_in_lists_and_in_arrays(kind: Any) -> None:
+    """Versions 0.11 and 0.12 give arrays; of a request in its prompt there is no token."""
+    scheduler = scheduler_class("0.32")()
+    scheduler.add("a", 4)
+    scheduler.add("b", 4)
+    step(scheduler, Plan({"a": 4, "b": 4}))
+    scheduler.add("c", 9)
+    scheduler.plan = Plan({"a": 4, "b": 4, "c": 5}, drafts={"a": 3, "b": 3}, sampled={"a": 3, "b": 2})
+    output = scheduler.schedule()
+    sampled = result(scheduler, scheduler.plan)
+    recorder = vars(scheduler)["_gpuidle_steps"]
+    sampled.sampled_token_ids = [kind(each) for each in sampled.sampled_token_ids]
+    assert recorder.accepted(scheduler, output, sampled) == 3
+    ring_of(scheduler).close()
 
 
 def test_the_engines_own_error_passes_through(scheduler: Any) -> None:

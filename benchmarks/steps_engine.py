@@ -1,0 +1,144 @@
+"""A real vLLM engine in one process whose plugin is switched on and off by blocks of steps: their CPU time.
+
+Run by `steps_cost.py --vllm PYTHON` with the interpreter that has vLLM:
+
+    PYTHON benchmarks/steps_engine.py SECONDS
+
+The engine, its scheduler and the model run in one thread on one core. Two blocks of steps in random order,
+one with the plugin and one with vLLM's own methods, are a pair: of each the median CPU time of a whole step,
+and of what is not the model's forward pass. Then the plugin's own part, by a clock around it. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SEQUENCES, PROMPT, OUTPUT = 16, 8, 1900
+BLOCK, SETTLE = 14, 4
+"""Steps of a block, and those at its beginning that are left out."""
+
+
+class Meter:
+    """Sums the CPU time of this thread inside of some calls."""
+
+    def __init__(self) -> None:
+        self.spent_ns = 0
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method, measured."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.spent_ns += time.thread_time_ns() - begin
+
+        return measured
+
+
+def make_engine() -> Any:
+    arguments = import_module("vllm.engine.arg_utils").EngineArgs(
+        model=str(ROOT / "tests/live/tiny-llama"), load_format="dummy", dtype="bfloat16", max_model_len=2048,
+        max_num_seqs=SEQUENCES, max_num_batched_tokens=256, num_gpu_blocks_override=1024, block_size=32,
+        enforce_eager=True, hf_overrides={"num_hidden_layers": 1}, distributed_executor_backend="uni",
+    )  # fmt: skip
+    return import_module("vllm.v1.engine.llm_engine").LLMEngine.from_engine_args(arguments)
+
+
+def fill(engine: Any, serial: int) -> None:
+    """Give the engine its sequences and take them through their prompts."""
+    parameters = import_module("vllm").SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0)
+    for at in range(SEQUENCES):
+        prompt = {"prompt_token_ids": [random.randrange(3, 512) for _ in range(PROMPT)]}
+        engine.add_request(f"{serial}-{at}", prompt, parameters)
+    for _ in range(20):
+        engine.step()
+
+
+def block(engine: Any, model: Meter) -> tuple[float, float]:
+    """Return medians of microseconds of CPU a step: the whole, and without the model."""
+    whole, rest = [], []
+    for at in range(BLOCK):
+        begin, modelled = time.thread_time_ns(), model.spent_ns
+        engine.step()
+        spent = time.thread_time_ns() - begin
+        if at >= SETTLE:
+            whole.append(spent / 1000)
+            rest.append((spent - model.spent_ns + modelled) / 1000)
+    return statistics.median(whole), statistics.median(rest)
+
+
+def main() -> None:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    sys.path[:0] = [str(ROOT / ".editable")]
+    from gpuidle.collectors.steps import vllm_plugin
+
+    scheduler_class = import_module("vllm.v1.core.sched.scheduler").Scheduler
+    names = ("schedule", "update_from_output")
+    methods = {False: {name: getattr(scheduler_class, name) for name in names}}
+    vllm_plugin.wrap(scheduler_class)
+    methods[True] = {name: getattr(scheduler_class, name) for name in names}
+    engine = make_engine()
+    core = engine.engine_core.engine_core
+    model = Meter()
+    for name in ("execute_model", "sample_tokens"):
+        setattr(core.model_executor, name, model.around(getattr(core.model_executor, name)))
+
+    def turn(*, on: bool) -> None:
+        # On the instance: a class that changes makes Python look up anew all that it had specialised.
+        for name, method in methods[on].items():
+            setattr(core.scheduler, name, MethodType(method, core.scheduler))
+
+    pairs = []
+    serial = 0
+    end = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < end:
+        fill(engine, serial)
+        serial += 1
+        for _ in range((OUTPUT - 100) // (2 * BLOCK)):
+            took = {}
+            for on in random.sample((True, False), 2):
+                turn(on=on)
+                took[on] = block(engine, model)
+            pairs.append([*took[True], *took[False]])
+        while engine.has_unfinished_requests():
+            engine.step()
+    # The plugin's own part, by a clock around it: less what the clock itself takes.
+    own = Meter()
+    for name in ("scheduled", "finished"):
+        setattr(vllm_plugin.Recorder, name, own.around(getattr(vllm_plugin.Recorder, name)))
+    empty = Meter()
+    nothing = empty.around(int)
+    turn(on=True)
+    fill(engine, serial)
+    steps = []
+    for _ in range(OUTPUT - 100):
+        before = own.spent_ns, empty.spent_ns
+        engine.step()
+        nothing()
+        nothing()
+        steps.append((own.spent_ns - before[0] - empty.spent_ns + before[1]) / 1000)
+    print(json.dumps({"sequences": SEQUENCES, "pairs": pairs, "own": steps}))
+
+
+if __name__ == "__main__":
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["GPUIDLE_STEPS_DIR"] = folder
+        main()
