@@ -41,9 +41,9 @@ def settle_gpu(
     booked = ledger(evidence)
     _learn_decode(track, seen, engines)
     shares = _gpu_shares(evidence, window, engines)
-    blind = len(engines) == 1 and engines[0].sums is None and engines[0].steps is None
-    if blind and evidence.owner == "engine":
-        shares = _fast_shares(track, window, peaks) or shares
+    if len(engines) == 1 and engines[0].steps is None and evidence.owner == "engine":
+        shares = _with_fast(track, window, peaks, engines[0], shares)
+        shares = _without_bubbles(shares, engines[0].reading.parallelism.pipeline)
     track.window_ns, track.causes_ns, track.estimated = booked.window_ns, booked.causes_ns, booked.estimated
     track.shares, track.rung = shares, seen.rung
     for cause, value in booked.causes_ns.items():
@@ -120,6 +120,47 @@ def _learn_decode(track: GpuTrack, seen: Activity, engines: Sequence[EngineWindo
     ratio = seen.tensor_ns / seen.active_ns
     past = track.decode_pipe_ratio
     track.decode_pipe_ratio = ratio if past is None else past + 0.2 * (ratio - past)
+
+
+def _with_fast(
+    track: GpuTrack, window: Pending, peaks: DevicePeaks | None, engine: EngineWindow, shares: Shares
+) -> Shares:
+    """Let fast counters tell what the engine's tokens do not.
+
+    Verification of many drafts computes as a prefill does: under speculation only a decode is believed.
+    """
+    fast = _fast_shares(track, window, peaks)
+    if fast is None or (engine.sums is not None and shares.evidence != "unknown"):
+        return shares
+    containing, unknown = fast.mixed_ns, fast.unknown_ns
+    if engine.reading.limits.speculative:
+        return msgspec.structs.replace(
+            fast,
+            mixed_ns=0,
+            unknown_ns=containing + unknown,
+            prefill_low_ns=0,
+            prefill_high_ns=containing + unknown,
+        )
+    if engine.sums is not None and not engine.sums.always_running:
+        return msgspec.structs.replace(fast, mixed_ns=0, prefill_ns=containing)
+    return fast
+
+
+def _without_bubbles(shares: Shares, stages: int) -> Shares:
+    """Call time unknown in which a stage of a pipeline may have waited for the others within a step.
+
+    Each stage works as long as this one did, so they can have kept it waiting for no more than that.
+    """
+    bubble_ns = min(shares.idle_ns, (stages - 1) * (shares.window_ns - shares.idle_ns))
+    if bubble_ns <= 0:
+        return shares
+    return msgspec.structs.replace(
+        shares,
+        idle_ns=shares.idle_ns - bubble_ns,
+        unknown_ns=shares.unknown_ns + bubble_ns,
+        prefill_high_ns=shares.prefill_high_ns + bubble_ns,
+        evidence="estimated" if shares.evidence == "measured" else shares.evidence,
+    )
 
 
 def _fast_shares(track: GpuTrack, window: Pending, peaks: DevicePeaks | None) -> Shares | None:

@@ -29,7 +29,7 @@ from gpuidle.collectors.simulator.truth import Truth
 
 REST_S = 6
 """Seconds at the end without a request, in which all windows settle."""
-LOAD_S = 60
+LOAD_S = 36
 
 PM_1_KHZ = Sampling("cupti_pm", 1000.0)
 PM_100_HZ = Sampling("cupti_pm", 100.0)
@@ -72,8 +72,7 @@ PLAIN = EngineSpec(
     max_batched_tokens=8192,
     arrivals=(chats(3.0),),
 )
-LONG = Burst(2 * SECOND_NS, 1, (Sizes((7000, 7000), (120, 120)),))
-LONELY = tuple(Request((2 + 5 * i) * SECOND_NS, 7800, 40) for i in range(10))
+LONELY = tuple(Request((2 + 5 * i) * SECOND_NS, 7800, 40) for i in range(6))
 
 
 def node(*engines: EngineSpec, gpus: int = 1, seed: int = 11, shared: bool = False) -> Scenario:
@@ -99,7 +98,7 @@ CASES: Mapping[str, Scenario] = {
         replace(PLAIN, max_batched_tokens=512, arrivals=(chats(1.0, (Sizes((1000, 4000), (60, 200)),)),))
     ),
     "preemption": node(
-        replace(PLAIN, kv_blocks=220, arrivals=(chats(4.0, (Sizes((150, 400), (200, 500)),)),))
+        replace(PLAIN, kv_blocks=220, arrivals=(chats(2.0, (Sizes((150, 400), (200, 500)),)),))
     ),
     "prefix hits": node(
         replace(PLAIN, arrivals=(chats(3.0, (Sizes((1500, 3000), (60, 160), prefix_hit_ratio=0.8),)),))
@@ -120,10 +119,24 @@ CASES: Mapping[str, Scenario] = {
             ),
         )
     ),
+    "speculation without prompts": node(
+        replace(
+            PLAIN,
+            speculation=Speculation((0.8, 0.7, 0.6)),
+            arrivals=(Burst(SECOND_NS, 8, (Sizes((100, 200), (6000, 6000)),)),),
+        )
+    ),
+    "speculation of a large batch": node(
+        replace(
+            PLAIN,
+            speculation=Speculation((0.8, 0.7, 0.6, 0.5)),
+            arrivals=(Burst(SECOND_NS, 80, (Sizes((100, 200), (3500, 3500)),)),),
+        )
+    ),
     "experts": node(
         replace(PLAIN, config=MIXTRAL, gpus=(0, 1), max_batched_tokens=2048, kv_blocks=16_000), gpus=2
     ),
-    "tensor parallel": node(replace(PLAIN, gpus=(0, 1, 2, 3)), gpus=4),
+    "tensor parallel": node(replace(PLAIN, gpus=(0, 1)), gpus=2),
     "pipeline": node(replace(PLAIN, gpus=(0, 1), pipeline_stages=2), gpus=2),
     "roles": node(
         replace(PLAIN, name="prefill", role="prefill", hands_to=Handover("decode")),
