@@ -55,6 +55,14 @@ class Request:
 
 
 @dataclass
+class NewRequestData:
+    """As vLLM's."""
+
+    req_id: str
+    num_computed_tokens: int
+
+
+@dataclass
 class CachedRequestData:
     """As vLLM's."""
 
@@ -101,21 +109,23 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class Scheduled:
     """A scheduler that does nothing, with the signatures of vLLM 0.32: only the plugin's part takes time."""
 
-    def __init__(self, sequences: int, *, prompts: int = 0, drafts: int = 0) -> None:
+    def __init__(self, sequences: int, *, prompts: int = 0, new: int = 0, drafts: int = 0) -> None:
         names = [f"cmpl-{at:032x}-0" for at in range(sequences)]
+        prompts += new
         tokens = {name: 128 if at < prompts else 1 + drafts for at, name in enumerate(names)}
         made = [[] if at < prompts else [7] * (1 + drafts) for at in range(sequences)]
         self.requests = {name: Request(600, 600 if at < prompts else 900) for at, name in enumerate(names)}
+        cached = sequences - new
         self.running = list(self.requests.values())
         self.finished_req_ids: set[str] = set()
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=0))
         self.output = SchedulerOutput(
-            scheduled_new_reqs=[],
+            scheduled_new_reqs=[NewRequestData(name, 0) for name in names[:new]],
             scheduled_cached_reqs=CachedRequestData(
-                req_ids=names,
+                req_ids=names[new:],
                 resumed_req_ids=set(),
-                num_computed_tokens=[300] * sequences,
-                num_output_tokens=[0 if at < prompts else 300 for at in range(sequences)],
+                num_computed_tokens=[300] * cached,
+                num_output_tokens=[0 if at < prompts else 300 for at in range(new, sequences)],
             ),
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
@@ -165,7 +175,8 @@ def plugin() -> None:
         os.environ["GPUIDLE_STEPS_DIR"] = folder
         for label, more in (
             ("decode", {}),
-            ("with a chunk of a prompt", {"prompts": 1}),
+            ("with a new prompt", {"new": 1}),
+            ("with a further chunk of a prompt", {"prompts": 1}),
             ("with 3 drafts a sequence", {"drafts": 3}),
         ):
             sizes = (1, 16, 64, 256)

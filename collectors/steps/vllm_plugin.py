@@ -78,6 +78,7 @@ _MOST_OPEN_STEPS = 64
 _LOGGER = logging.getLogger("gpuidle.steps")
 _RECORDER = "_gpuidle_steps"
 _WRAPPED = "_gpuidle_wrapped"
+_NOT_GIVEN = object()
 _numbers = itertools.count()
 _pack_record = RECORD.pack_into
 _monotonic_ns = time.monotonic_ns
@@ -203,58 +204,35 @@ class Ring:
 class Recorder:
     """Follows one scheduler: what was scheduled, and what came of it.
 
-    What is called at each step is written for speed: a step of decodes, which nearly every step is, goes
-    through `scheduled` and `finished` alone.
+    What is called at each step is written for speed. Of a step of decodes, which nearly every step is, only
+    `finished` is called; `_record_schedule` notes in line that it began.
     """
 
-    __slots__ = ("_furthest", "_open", "legacy", "ring", "running")
+    __slots__ = ("furthest", "legacy", "ring", "running", "steps")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self._open: dict[int, tuple[int, ...]] = {}
+        self.steps: dict[int, tuple[int, ...]] = {}
         """Steps in flight by the identity of their schedule. Of decodes alone only time and drafts: the rest
         can be read when it ends."""
-        self._furthest: dict[str, int] = {}
+        self.furthest: dict[str, int] = {}
         """How far prompts under way were computed: what is computed again after a preemption."""
         self.legacy = True
         """Whether the engine does not name what it preempted, or count outputs of requests (before 0.12)."""
-        self.running: int | None = None
+        self.running = 0
         """Requests that ran before the scheduler was asked; counted for such an engine only."""
 
-    def scheduled(self, scheduler: Any, output: Any) -> None:
-        """Note a step that was just scheduled."""
-        total = output.total_num_scheduled_tokens
-        spec = output.scheduled_spec_decode_tokens
-        drafts = sum(map(len, spec.values())) if spec else 0
-        begun: tuple[int, ...]
-        if (
-            total == len(output.num_scheduled_tokens) + drafts
-            and not output.scheduled_new_reqs
-            and not self.legacy
-            and not self._furthest
-            and all(output.scheduled_cached_reqs.num_output_tokens)
-        ):
-            begun = (_monotonic_ns(), drafts)
-        else:
-            begun = self._examine(scheduler, output, total, drafts)
-        if not total:
-            return
-        steps = self._open
-        if len(steps) >= _MOST_OPEN_STEPS:  # steps whose outcome never came
-            self.ring.fault(len(steps))
-            steps.clear()
-        steps[id(output)] = begun
-
-    def _examine(self, scheduler: Any, output: Any, total: int, drafts: int) -> tuple[int, ...]:
+    def examine(self, scheduler: Any, output: Any, total: int, drafts: int) -> tuple[int, ...]:
         """Return what is known of any step at its submission.
 
         A request is in its prompt until it has an output token, as the engine's own log has it. What a
         preempted request with outputs computes again counts as prefill too, and as `resumed`.
         """
         submit_ns = _monotonic_ns()
-        if self._furthest:
+        furthest = self.furthest
+        if furthest and output.finished_req_ids:
             for gone in output.finished_req_ids:
-                self._furthest.pop(gone, None)
+                furthest.pop(gone, None)
         scheduled, requests = output.num_scheduled_tokens, scheduler.requests
         cached, fresh = output.scheduled_cached_reqs, output.scheduled_new_reqs
         preemptions = None
@@ -264,10 +242,10 @@ class Recorder:
             ids, begins, outputs = cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens
         if preemptions is None:
             preemptions = len(output.preempted_req_ids)
-        kv = sum(begins)
-        prefill = again = resumed = 0
-        furthest = self._furthest
-        left = prompts = outputs.count(0)
+        prefill = again = resumed = kv = left = prompts = 0
+        if ids:
+            kv, left = sum(begins), outputs.count(0)
+            prompts = left
         at = -1
         while left:
             left -= 1
@@ -285,9 +263,10 @@ class Recorder:
                 furthest[name] = end
         for new in fresh:
             name, begin = new.req_id, new.num_computed_tokens
+            tokens = scheduled[name]
             kv += begin
-            prefill += scheduled[name]
-            again += self._computed_again(name, requests[name], begin, begin + scheduled[name])
+            prefill += tokens
+            again += self._computed_again(name, requests[name], begin, begin + tokens)
         if total - prefill > len(scheduled) - prompts - len(fresh) + drafts:
             # More rows than decodes and drafts: requests that were preempted after their first token.
             resumed, more = _resumed(output, requests, zip(ids, begins, outputs, strict=True))
@@ -307,8 +286,6 @@ class Recorder:
         ids, begins, outputs, resumptions = _cached(cached, scheduler.requests)
         if preempted is not None:
             return ids, begins, outputs, None
-        if self.running is None:
-            raise TypeError("an unknown mixture of versions")
         admitted = len(output.scheduled_new_reqs) + resumptions
         return ids, begins, outputs, max(0, self.running + admitted - len(scheduler.running))
 
@@ -318,9 +295,11 @@ class Recorder:
         if known > request.num_prompt_tokens:  # it has outputs, of which the last was not computed yet
             before: int = known - 1
         else:
-            before = self._furthest.pop(name, 0)
-            if end < known:
-                self._furthest[name] = max(before, end)
+            before = self.furthest.get(name, 0)
+            if end >= known:
+                self.furthest.pop(name, None)
+            elif end > before:
+                self.furthest[name] = end
         if before <= begin:
             return 0
         return min(before, end) - begin
@@ -333,7 +312,7 @@ class Recorder:
         tokens = sampled.sampled_token_ids
         if not tokens:
             return 0
-        nobody_left = len(self._open) == 1 and not scheduler.finished_req_ids
+        nobody_left = len(self.steps) == 1 and not scheduler.finished_req_ids
         if nobody_left or output.num_scheduled_tokens.keys() <= scheduler.requests.keys():
             if isinstance(tokens[0], list) and all(tokens):  # some versions have arrays
                 return sum(map(len, tokens)) - len(tokens)
@@ -351,7 +330,7 @@ class Recorder:
 
         Without a number of accepted drafts it is a step that could not be recorded.
         """
-        begun = self._open.pop(id(output), None)
+        begun = self.steps.pop(id(output), None)
         if begun is None or accepted is None:
             if output.total_num_scheduled_tokens:
                 self.ring.fault()
@@ -446,46 +425,49 @@ def wrap(scheduler_class: Any) -> None:
 
 
 def _recording_schedule(schedule: Any) -> Any:
-    """Return `schedule` so that it also records.
+    """Return `schedule` so that it also records. To hand on any arguments takes 0.3 us: not known ones."""
+    if _parameters(schedule) in {("self",), ("self", "throttle_prefills")}:
+        return functools.wraps(schedule)(_record_schedule(schedule))
 
-    Handing on `*args, **kwargs` takes 0.3 us, so known signatures are spelt out.
-    """
+    def of_any_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _record_schedule(lambda _: schedule(self, *args, **kwargs))(self)
 
-    def before(self: Any) -> Any:
+    return functools.wraps(schedule)(of_any_signature)
+
+
+def _record_schedule(schedule: Any) -> Any:
+    def recorded(self: Any, throttle_prefills: Any = _NOT_GIVEN) -> Any:
         recorder = self._gpuidle_steps
         if recorder is not None and recorder.legacy:
             recorder.running = len(getattr(self, "running", ()))
-
-    def after(self: Any, output: Any) -> Any:
-        recorder = self._gpuidle_steps
-        if recorder is not None:
-            try:
-                recorder.scheduled(self, output)
-            except Exception:  # noqa: BLE001
-                return output  # a step that `finished` will know nothing of, and count
+        output = schedule(self) if throttle_prefills is _NOT_GIVEN else schedule(self, throttle_prefills)
+        if recorder is None:
+            return output
+        try:
+            total = output.total_num_scheduled_tokens
+            spec = output.scheduled_spec_decode_tokens
+            drafts = sum(map(len, spec.values())) if spec else 0
+            if (
+                total == len(output.num_scheduled_tokens) + drafts
+                and not output.scheduled_new_reqs
+                and not recorder.legacy
+                and not recorder.furthest
+                and all(output.scheduled_cached_reqs.num_output_tokens)
+            ):
+                begun = (_monotonic_ns(), drafts)
+            else:
+                begun = recorder.examine(self, output, total, drafts)
+            if total:
+                steps = recorder.steps
+                if len(steps) >= _MOST_OPEN_STEPS:  # whose outcome never came
+                    recorder.ring.fault(len(steps))
+                    steps.clear()
+                steps[id(output)] = begun
+        except Exception:  # noqa: BLE001
+            return output  # when it ends, nothing is known of it: it is counted then
         return output
 
-    def recorded_any(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self)
-        return after(self, schedule(self, *args, **kwargs))
-
-    def recorded_bare(self: Any) -> Any:
-        before(self)
-        return after(self, schedule(self))
-
-    def recorded_throttled(self: Any, throttle_prefills: Any = False) -> Any:  # noqa: FBT002
-        # A version that names what it preempts.
-        recorder = self._gpuidle_steps
-        output = schedule(self, throttle_prefills)
-        if recorder is not None:
-            try:
-                recorder.scheduled(self, output)
-            except Exception:  # noqa: BLE001
-                return output
-        return output
-
-    of_signature = {("self",): recorded_bare, ("self", "throttle_prefills"): recorded_throttled}
-    return functools.wraps(schedule)(of_signature.get(_parameters(schedule), recorded_any))
+    return recorded
 
 
 def _recording_update(update: Any) -> Any:

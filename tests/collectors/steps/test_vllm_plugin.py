@@ -307,7 +307,7 @@ def test_results_that_never_come_do_not_pile_up(scheduler: Any) -> None:
     scheduler.plan = Plan({"a": 1})
     kept += [scheduler.schedule() for _ in range(200)]
     assert records(scheduler).lost > 0
-    assert len(vars(scheduler)["_gpuidle_steps"]._open) <= 64
+    assert len(vars(scheduler)["_gpuidle_steps"].steps) <= 64
 
 
 # --------------------------------------------------------------------------------------------------------
