@@ -164,7 +164,7 @@ def report() -> None:
         print(f"MemoryGap: {NO_TRACES}")
         return
     right: dict[str, list[bool]] = {}
-    confident = wrong = windows = 0
+    confident = wrong = windows = idles = rests = 0
     for _, rows in runs(folder):
         for real, shares in labels(rows, engine=True):
             if real:
@@ -174,12 +174,15 @@ def report() -> None:
             claims = idle or bool(shares.prefill_ns or shares.decode_ns or shares.mixed_ns)
             confident += claims
             windows += bool(real)
+            idles += real == "idle"
+            rests += real == "idle" and idle
             wrong += claims and real not in ("idle" if idle else "", "")
     for label, results in sorted(right.items()):
         print(f"MemoryGap {label}: {sum(results) / len(results):.4f} right of {len(results)} rows")
     print(
         f"MemoryGap from NVML alone: {wrong} confidently wrong of {windows} rows"
-        f" ({wrong / windows:.4f}); {confident} labels, all idle: coverage {confident / windows:.3f}"
+        f" ({wrong / windows:.4f}) and of {confident} labels ({wrong / max(1, confident):.4f}), all idle:"
+        f" coverage {confident / windows:.3f} of all rows, {rests / max(1, idles):.3f} of the idle ones"
     )
     use = bandwidth_use(folder)
     middle = float(np.mean(list(use.values())))

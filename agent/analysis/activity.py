@@ -9,6 +9,9 @@ import numpy as np
 
 from gpuidle.agent.model import RATIO_STEP, RUNGS, CounterSeries, GpuReading, Rung
 
+REST_RATIO = 0.05
+"""A busy share of no more is a rest: the driver's own work, and rounding."""
+
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """Integrals over the observed part of a window; None where no counter tells."""
@@ -64,6 +67,19 @@ def without_stale_rest(seen: Activity) -> Activity:
     shows the rest before it, or already the one after it.
     """
     if seen.active_measured or seen.active_ns != 0:
+        return seen
+    return msgspec.structs.replace(seen, active_ns=None)
+
+
+def without_lone_rest(seen: Activity, busy_before: float | None) -> Activity:
+    """Return the activity without a rest that the reading at the window's start does not confirm.
+
+    The driver's share is of its own last sample period, which ends with the window and may be shorter: a rest
+    there says nothing of the window's beginning, unless the period before it was one too.
+    """
+    if seen.active_measured or seen.active_ns is None or seen.active_ns > REST_RATIO * seen.observed_ns:
+        return seen
+    if busy_before is not None and busy_before <= REST_RATIO:
         return seen
     return msgspec.structs.replace(seen, active_ns=None)
 

@@ -14,7 +14,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from gpuidle.agent.analysis.activity import Activity, activity, without_stale_rest
+from gpuidle.agent.analysis.activity import (
+    Activity,
+    activity,
+    without_lone_rest,
+    without_stale_rest,
+)
 from gpuidle.agent.analysis.cores import (
     core_reading,
     cores_of,
@@ -230,11 +235,16 @@ class Analyzer:
             hw_id: activity(list(track.counters), gpus.get(hw_id), *span, window.observed_ns)
             for hw_id, track in self._gpus.items()
         }
+        told: set[str] = set()
         for key in engines:
             sums = sums_within(list(self._engines[key].sums), *span)
+            if sums is not None:
+                told.update(held[key])
             if sums is not None and sums.generated_tokens:
                 for hw_id in held[key]:
                     seen[hw_id] = without_stale_rest(seen[hw_id])
+        for hw_id in seen.keys() - told:
+            seen[hw_id] = without_lone_rest(seen[hw_id], window.busy_before.get(hw_id))
         done: dict[str, dict[str, EngineWindow]] = {}
         for key, reading in engines.items():
             mine = {hw_id: seen[hw_id] for hw_id in held[key] if hw_id in seen}
@@ -337,6 +347,7 @@ def _pending(before: Snapshot, snapshot: Snapshot) -> Pending:
         # Gauges describe the last tick; of the ticks that were missed nobody saw anything.
         observed_ns=window_ns // (1 + snapshot.missed_ticks),
         gpus=None if snapshot.gpus is None else {gpu.hw_id: gpu for gpu in snapshot.gpus},
+        busy_before={gpu.hw_id: gpu.busy_ratio for gpu in before.gpus or () if gpu.busy_ratio is not None},
         engines={engine.engine_id: engine for engine in snapshot.engines},
     )
 

@@ -136,4 +136,6 @@ class Pending(msgspec.Struct, frozen=True):
     observed_ns: int
     gpus: dict[str, GpuReading] | None
     """Readings at its end; None: no GPU source answered."""
+    busy_before: dict[str, float]
+    """The driver's busy shares at its start."""
     engines: dict[str, EngineReading]
