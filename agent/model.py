@@ -326,6 +326,9 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Sum over those requests."""
     counted_steps: int | None = None
     """Steps that the engine counted: those with output only."""
+    steps_by_tokens: tuple[tuple[int, int], ...] | None = None
+    """Of them, those of at most so many tokens: (tokens, steps) in rising order, a cumulative histogram. A
+    step's tokens are those handed out and the whole prompts that it ended."""
     requests_running: int | None = None
     requests_waiting: int | None = None
     kv_usage_ratio: float | None = None
@@ -486,12 +489,12 @@ class GpuFrame(msgspec.Struct, frozen=True, kw_only=True):
     """Causes of `causes_ns` that are estimates; the others are measured or follow by subtraction."""
     causes_total_ns: dict[str, int]
     """The same since the agent started: the truth that is exported."""
-    phases: Shares
-    phases_total_ns: dict[str, int]
-    reclaimable_total_ns: int | None = None
     estimated_total_ns: dict[str, int] | None = None
     """How much of `causes_total_ns` came from windows in which that cause was an estimate, for each cause
     that can be one; None in sessions of older versions."""
+    phases: Shares
+    phases_total_ns: dict[str, int]
+    reclaimable_total_ns: int | None = None
     idle: dict[str, Figure] = {}
     """By basis: trailing idle-compute ratio. A basis without evidence is left out."""
     tensor_active: Figure | None = None

@@ -31,6 +31,7 @@ from gpuidle.agent.analysis.cores import (
 )
 from gpuidle.agent.analysis.enginewindow import (
     EngineWindow,
+    cached_ratio,
     holders,
     settle_engine,
     sums_within,
@@ -41,6 +42,7 @@ from gpuidle.agent.analysis.rates import Sums, sums_between
 from gpuidle.agent.analysis.settle import settle_gpu
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Frame, GpuReading, Problem, Snapshot
+from gpuidle.agent.physics.prices import price_of
 from gpuidle.agent.physics.served import served_shape
 from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture
 
@@ -70,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trailing_ns: int = 60 * 10**9
     """Window of the gauges."""
     price_per_hour: dict[str, float] = {}
-    """Price of a GPU-hour by device name; "" is any device."""
+    """Price of a GPU-hour by device name or words of it (`price_of`); "" is any device."""
     currency: str = "USD"
 
 
@@ -85,6 +87,7 @@ class Analyzer:
         self._gpus: dict[str, GpuTrack] = {}
         self._engines: dict[str, EngineTrack] = {}
         self._shapes: dict[_ShapeKey, ModelShape | Problem] = {}
+        self._prices: dict[tuple[str, int | None], float | None] = {}
 
     def feed(self, snapshot: Snapshot) -> Frame:
         """Take the next Snapshot and return its Frame."""
@@ -129,27 +132,26 @@ class Analyzer:
             track = self._engines[reading.engine_id] = EngineTrack(reading=reading, last_seen_ns=0)
         track.reading, track.last_seen_ns = reading, snapshot.monotonic_ns
         if reading.counters:
-            problems += self._count(track, reading)
+            cached = cached_ratio(track)
+            problems += self._count(track, reading, cached)
             _count_prefix(track, reading, self._settings.trailing_ns)
             for rank, core in cores_of(track).items():
                 core.reading = core_reading(reading, rank)
                 if core.reading.counters:
-                    self._count(core, core.reading)
-        else:
-            track.last_sums = None
+                    self._count(core, core.reading, cached)
         shape = self._shape(reading, snapshot.texts)
         if isinstance(shape, Problem):
             problems.append(shape)
         return problems
 
-    def _count(self, track: EngineTrack, reading: EngineReading) -> tuple[Problem, ...]:
+    def _count(self, track: EngineTrack, reading: EngineReading, cached: float | None) -> tuple[Problem, ...]:
         """Take a reading with counters: what moved since the one before it."""
         sums: Sums | None = None
         problems: tuple[Problem, ...] = ()
         if track.counted is not None:
-            sums, problems = sums_between(track.counted, reading)
+            sums, problems = sums_between(track.counted, reading, cached)
         elif self._before is not None and _started_after(reading, self._before):
-            sums, problems = sums_between(_unborn(reading, self._before), reading)
+            sums, problems = sums_between(_unborn(reading, self._before), reading, cached)
         track.counted, track.last_sums = reading, sums
         _take_estimate(track, reading)
         if sums is None:
@@ -293,9 +295,11 @@ class Analyzer:
         groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in cores]
         return with_waits(views, groups, self._gpus, window)
 
-    def _price(self, name: str) -> float | None:
-        prices = self._settings.price_per_hour
-        return prices.get(name, prices.get(""))
+    def _price(self, device: GpuReading) -> float | None:
+        key = (device.name, device.memory_total_bytes)
+        if key not in self._prices:
+            self._prices[key] = price_of(*key, self._settings.price_per_hour)
+        return self._prices[key]
 
     def _forget(self, now_ns: int) -> None:
         limit_ns = now_ns - FORGET_NS
@@ -323,14 +327,14 @@ class Analyzer:
                     tuple(key for key, gpus in held.items() if hw_id in gpus),
                     self._engines,
                     self._known_shape,
-                    self._price(track.reading.name),
+                    self._price(track.reading),
                     self._settings.currency,
                 )
                 for hw_id, track in sorted(self._gpus.items(), key=lambda item: item[1].reading.index)
             ),
             gpu_source=snapshot.gpus is not None,
             engines=tuple(
-                engine_frame(track, held.get(key, ()))
+                engine_frame(track, held.get(key, ()), snapshot.monotonic_ns)
                 for key, track in sorted(self._engines.items())
                 if key in now
             ),

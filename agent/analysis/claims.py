@@ -61,10 +61,9 @@ def claims_of(
     if priced is not None:
         rows, steps = float(np.dot(priced.tokens, priced.share)), float(np.sum(priced.share))
     elif sums is not None:
-        ranks = max(1, place.data)
-        rows = ((sums.prefill_tokens or 0) + (sums.decode_tokens or 0)) / ranks
+        rows = ((sums.prefill_tokens or 0) + (sums.decode_tokens or 0)) / sums.cores
         counted = window_steps(sums, engine.reading)
-        steps = None if counted is None else counted / ranks
+        steps = None if counted is None else counted / sums.cores
     drafts = 0 if sums is None else sums.draft_tokens or 0
     speculates = bool(drafts or engine.reading.limits.speculative)
     clock = seen.sm_clock_hz

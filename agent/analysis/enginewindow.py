@@ -97,8 +97,15 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
 
 def hit_ratio(track: EngineTrack) -> float:
     """Return the share of prompt tokens that the prefix cache had of late; 0 where it is not told."""
+    return cached_ratio(track) or 0.0
+
+
+def cached_ratio(track: EngineTrack) -> float | None:
+    """Return the same, of the engine's whole life where nothing was asked of late; None if it is not told."""
     asked = sum(row[1] for row in track.prefix)
-    return sum(row[2] for row in track.prefix) / asked if asked else 0.0
+    if asked:
+        return sum(row[2] for row in track.prefix) / asked
+    return track.prefix_last[1] / track.prefix_last[0] if track.prefix_last and track.prefix_last[0] else None
 
 
 def _count(track: EngineTrack, steps: StepWindow) -> None:
@@ -159,7 +166,8 @@ def settle_engine(
     elif shape is not None and sums is not None:
         work = window_work(shape, sums, reading, prompt_context_tokens(sums, track.sizes, hit_ratio(track)))
     if work is not None:
-        gpus = reading.parallelism.tensor * reading.parallelism.pipeline * reading.parallelism.data
+        cores = reading.parallelism.data if sums is None else sums.cores
+        gpus = reading.parallelism.tensor * reading.parallelism.pipeline * cores
         track.flops_total = (track.flops_total or 0.0) + work.flops * gpus
     lent = None
     if shape is not None and following is not None and sums is not None and priced is None:

@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpuidle.agent.analysis.enginewindow import device_peaks
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Settled
-from gpuidle.agent.model import EngineFrame, EngineReading, Evidence, Figure, GpuFrame, Peak, Rung, Snapshot
+from gpuidle.agent.model import (
+    EngineCounters,
+    EngineFrame,
+    EngineReading,
+    Evidence,
+    Figure,
+    GpuFrame,
+    Peak,
+    Rung,
+    Snapshot,
+)
 from gpuidle.agent.physics.shapes import ModelShape
 
 
@@ -79,10 +89,11 @@ def gpu_frame(
     )
 
 
-def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...]) -> EngineFrame:
+def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...], now_ns: int) -> EngineFrame:
     """Return one engine's row."""
-    reading, sums = track.reading, track.last_sums
-    rows = reading.counters or ()
+    reading = track.reading
+    rows = _last_counters(track, now_ns)
+    sums = track.last_sums if rows else None
     window_s = sums.window_ns / 1e9 if sums else 0.0
     queries = sum(row[1] for row in track.prefix)
     running = [row.requests_running for row in rows]
@@ -118,6 +129,19 @@ def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...]) -> EngineFrame:
         kv_usage_ratio=mean_known(usage),
         prefix_hit_ratio=sum(row[2] for row in track.prefix) / queries if queries else None,
     )
+
+
+def _last_counters(track: EngineTrack, now_ns: int) -> Sequence[EngineCounters]:
+    """Return what the engine told last; nothing if it was asked in vain, or should have told again by now.
+
+    An engine that gives whole pages only is asked every ten seconds: in between, its last word stands.
+    """
+    reading = track.reading
+    if reading.counters or track.counted is None or reading.state == "unobserved":
+        return reading.counters or ()
+    rows = track.counted.counters or ()
+    age_ns = now_ns - max((row.read_ns for row in rows), default=now_ns)
+    return rows if age_ns <= 3 * track.cadence_ns // 2 else ()
 
 
 def _per_s(count: int | None, window_s: float) -> float | None:

@@ -28,16 +28,23 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
 
     start_ns: int
     end_ns: int
+    cores: int = 1
+    """Data-parallel cores that the sums are of: behind an outer balancer it may be one of many."""
     prefill_tokens: int | None
     """Prompt tokens computed."""
     prefill_exact: bool
-    """False: the engine does not tell cached prompt tokens apart, this is an upper bound."""
+    """False: the engine does not tell cached prompt tokens apart; this is by its cache's hit ratio, or an
+    upper bound where that is not told either."""
     generated_tokens: int | None
     first_tokens: int | None
     whole_prompt_tokens: float | None = None
     """Mean size of the prompts that ended here, with their chunks in other windows; None: none did."""
     time_to_first_token_s: float | None
     counted_steps: int | None
+    steps_by_tokens: tuple[tuple[int, int], ...] | None = None
+    """Counted steps of at most so many tokens, cumulative; a step's tokens are those handed out and the whole
+    prompts that it ended."""
+    drafts: int | None = None
     draft_tokens: int | None = None
     accepted_tokens: int | None = None
     preemptions: int | None = None
@@ -51,6 +58,10 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     """The engine restarted inside the window: the sums cover the part after it only."""
     chunk_steps: float = 0.0
     """Of the counted steps, those that computed chunks of prompts which ended in later windows."""
+    prompt_steps: tuple[tuple[float, float], ...] | None = None
+    """Of the counted steps, those that computed prompts: (tokens, steps); None: the engine does not tell."""
+    perhaps_steps: float = 0.0
+    """Steps beside `prompt_steps` that may have been such."""
     chunk_ns: float = 0.0
     """Time of steps that the engine did not count, as no token came of them: chunks of such prompts."""
 
@@ -125,6 +136,7 @@ _SUMMED = (
     "first_tokens",
     "time_to_first_token_s",
     "counted_steps",
+    "drafts",
     "draft_tokens",
     "accepted_tokens",
     "preemptions",
@@ -145,42 +157,87 @@ def mean(rows: Sequence[EngineCounters], field: str) -> float | None:
     return None if whole is None else whole / len(rows)
 
 
+def _by_tokens(rows: Sequence[EngineCounters]) -> dict[int, int] | None:
+    """Return the histogram of all cores together; None where one has none, or other buckets."""
+    whole: dict[int, int] | None = None
+    for row in rows:
+        one = None if row.steps_by_tokens is None else dict(row.steps_by_tokens)
+        if one is None or (whole is not None and one.keys() != whole.keys()):
+            return None
+        whole = one if whole is None else {tokens: steps + one[tokens] for tokens, steps in whole.items()}
+    return whole
+
+
+def _steps_by_tokens(
+    old: Sequence[EngineCounters], new: Sequence[EngineCounters]
+) -> tuple[tuple[int, int], ...] | None:
+    was, now = _by_tokens(old), _by_tokens(new)
+    if now is None or was is None or was.keys() != now.keys():
+        return None
+    if any(now[tokens] < was[tokens] for tokens in now):
+        return None
+    return tuple((tokens, steps - was[tokens]) for tokens, steps in now.items())
+
+
 def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def restarted(before: EngineReading, after: EngineReading) -> bool:
-    """Whether the engine is another process than before, or one of its counters fell."""
-    if before.root_pid != after.root_pid or before.root_start_ns != after.root_start_ns:
-        return True
+def _baselines(
+    before: EngineReading, after: EngineReading
+) -> tuple[list[EngineCounters], list[EngineCounters], bool]:
+    """Return the rows to count from, the rows to count to, and whether any of them began anew.
+
+    A core of another process than before, or one of whose counters fell, counts from 0. A core that was not
+    seen before has no baseline and is left out, as is one that is gone (elastic data parallelism).
+    """
+    anew = before.root_pid != after.root_pid or before.root_start_ns != after.root_start_ns
     old = {row.rank: row for row in before.counters or ()}
+    froms, tos, reset = [], [], anew
     for row in after.counters or ():
         past = old.get(row.rank)
-        for field in _SUMMED if past else ():
-            was, now = getattr(past, field), getattr(row, field)
-            if was is not None and now is not None and now < was:
-                return True
-    return False
+        if anew or (past is not None and _fell(past, row)):
+            past, reset = _zero(row), True
+        if past is not None:
+            froms.append(past)
+            tos.append(row)
+    return froms, tos, reset
 
 
-def sums_between(before: EngineReading, after: EngineReading) -> tuple[Sums | None, tuple[Problem, ...]]:
+def _fell(past: EngineCounters, row: EngineCounters) -> bool:
+    pairs = ((getattr(past, field), getattr(row, field)) for field in _SUMMED)
+    return any(was is not None and now is not None and now < was for was, now in pairs)
+
+
+def _zero(row: EngineCounters) -> EngineCounters:
+    """Return the counters of a core that has done nothing yet."""
+    told = {field: 0 for field in _SUMMED if getattr(row, field) is not None}
+    buckets = row.steps_by_tokens
+    none_yet = None if buckets is None else tuple((tokens, 0) for tokens, _ in buckets)
+    return EngineCounters(rank=row.rank, read_ns=row.read_ns, steps_by_tokens=none_yet, **told)  # type: ignore[arg-type]
+
+
+def sums_between(
+    before: EngineReading, after: EngineReading, cached_ratio: float | None = None
+) -> tuple[Sums | None, tuple[Problem, ...]]:
     """Return what the engine did between two readings of it.
 
-    A restart (another root process, or any counter below its last value) makes the window count from 0: the
-    engine's counters began anew inside it. Implausible jumps give no sums and a Problem.
+    After a restart (another root process, or any counter below its last value) a core counts from 0: its
+    counters began anew inside the window. Implausible jumps give no sums and a Problem. `cached_ratio` is the
+    share of prompt tokens that the prefix cache has had of late, for engines that do not tell the computed
+    ones in each reading; None: not known.
     """
-    old, new = before.counters, after.counters
-    if not old or not new:
+    if not before.counters or not after.counters:
         return None, ()
-    start_ns = max(row.read_ns for row in old)
-    end_ns = max(row.read_ns for row in new)
-    if end_ns <= start_ns:
+    start_ns = max(row.read_ns for row in before.counters)
+    end_ns = max(row.read_ns for row in after.counters)
+    old, new, reset = _baselines(before, after)
+    if end_ns <= start_ns or not new:
         return None, ()
-    reset = restarted(before, after) or {r.rank for r in old} != {r.rank for r in new}
     delta: dict[str, float | None] = {}
     for field in _SUMMED:
         was, now = total(old, field), total(new, field)
-        delta[field] = None if now is None else now if reset else None if was is None else now - was
+        delta[field] = None if now is None or was is None else now - was
     window_s = (end_ns - start_ns) / 1e9
     for field in ("prompt_tokens", "computed_prompt_tokens", "generated_tokens", "counted_steps"):
         moved = delta[field]
@@ -198,15 +255,21 @@ def sums_between(before: EngineReading, after: EngineReading) -> tuple[Sums | No
     if delta["first_tokens"] is None and computed == 0:
         delta["first_tokens"] = 0  # each first token needs a prompt token computed for it
     if computed is None:
-        prompts, hits = delta["prompt_tokens"], delta["prefix_hit_tokens"]
-        computed = None if prompts is None else max(0, prompts - (hits or 0))
-        # Hits count when a request is scheduled and prompts when it is through: only without a hit exact.
-        exact = prompts == 0 or hits == 0
-    rest: tuple[Sequence[EngineCounters], ...] = ((), new) if reset else (old, new)
+        # Hits count when a request is scheduled, once more if it has to wait, and prompts when it is through:
+        # their ratio is right on average, and only without a hit exact.
+        prompts, hits, queries = (
+            delta[field] for field in ("prompt_tokens", "prefix_hit_tokens", "prefix_query_tokens")
+        )
+        ratio = hits / queries if hits is not None and queries else cached_ratio
+        computed = None if prompts is None else prompts * (1 - min(1.0, ratio or 0.0))
+        exact = prompts == 0 or (hits == 0 and queries is not None)
+    # The gauges are those of all cores that stand at an edge.
+    first, last = () if reset else before.counters, after.counters
     return (
         Sums(
             start_ns=start_ns,
             end_ns=end_ns,
+            cores=len(new),
             prefill_tokens=_whole(computed),
             prefill_exact=exact,
             generated_tokens=_whole(delta["generated_tokens"]),
@@ -214,14 +277,16 @@ def sums_between(before: EngineReading, after: EngineReading) -> tuple[Sums | No
             whole_prompt_tokens=computed / firsts if computed and (firsts := delta["first_tokens"]) else None,
             time_to_first_token_s=delta["time_to_first_token_s"],
             counted_steps=_whole(delta["counted_steps"]) if after.steps_reliable else None,
+            steps_by_tokens=_steps_by_tokens(old, new) if after.steps_reliable else None,
+            drafts=_whole(delta["drafts"]),
             draft_tokens=_whole(delta["draft_tokens"]),
             accepted_tokens=_whole(delta["accepted_tokens"]),
             preemptions=_whole(delta["preemptions"]),
             prefix_query_tokens=_whole(delta["prefix_query_tokens"]),
             prefix_hit_tokens=_whole(delta["prefix_hit_tokens"]),
-            running=(_whole(total(rest[0], "requests_running")), _whole(total(new, "requests_running"))),
-            waiting=(_whole(total(rest[0], "requests_waiting")), _whole(total(new, "requests_waiting"))),
-            kv_usage_ratio=(mean(rest[0], "kv_usage_ratio"), mean(new, "kv_usage_ratio")),
+            running=(_whole(total(first, "requests_running")), _whole(total(last, "requests_running"))),
+            waiting=(_whole(total(first, "requests_waiting")), _whole(total(last, "requests_waiting"))),
+            kv_usage_ratio=(mean(first, "kv_usage_ratio"), mean(last, "kv_usage_ratio")),
             reset=reset,
         ),
         (),

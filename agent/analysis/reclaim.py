@@ -47,7 +47,8 @@ def reclaimable_ns(
         busy_ns: Time with work on the GPU.
         stalled_ns: Memory-bound time and padding: no more than this can be had back.
     """
-    rows, usage = mean_of(sums.running), mean_of(sums.kv_usage_ratio)
+    # Of one core: a data-parallel core has its own batch and its own cache.
+    rows, usage = mean_of(sums.running) / sums.cores, mean_of(sums.kv_usage_ratio)
     capacity, tokens = reading.limits.kv_capacity_tokens, sums.decode_tokens
     if capacity is None or tokens is None or not sums.always_running or usage <= 0 or rows < 1:
         return None
@@ -63,8 +64,7 @@ def reclaimable_ns(
             known.clear()
         known[key] = _gain(shape, peaks, reading, *(2.0 ** (x / 8) for x in key[1:]))
     gain, row_s = known[key]
-    ranks = max(1, reading.parallelism.data)
-    useful_ns = tokens / ranks * row_s * 1e9 * min(1.0, decode_ns / busy_ns)
+    useful_ns = tokens / sums.cores * row_s * 1e9 * min(1.0, decode_ns / busy_ns)
     return max(0, min(stalled_ns, round(useful_ns * (gain - 1))))
 
 

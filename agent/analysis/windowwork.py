@@ -62,7 +62,8 @@ def mean_context_tokens(sums: Sums, reading: EngineReading) -> float | None:
     running = [value for value in sums.running if value is not None]
     if capacity is None or not usage or not running or sum(running) == 0:
         return None
-    return capacity * (sum(usage) / len(usage)) / (sum(running) / len(running))
+    # The capacity is one core's, the sequences are those of all.
+    return capacity * (sum(usage) / len(usage)) * sums.cores / (sum(running) / len(running))
 
 
 def window_steps(sums: Sums, reading: EngineReading) -> float | None:
@@ -96,8 +97,7 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
 def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading) -> DecodeStep:
     """Return a decode-only step of this window; without a known KV capacity its contexts are left out."""
     place = reading.parallelism
-    ranks = max(1, place.data)
-    running = max(1.0, mean_of(sums.running) / ranks)
+    running = max(1.0, mean_of(sums.running) / sums.cores)
     context = (reading.limits.kv_capacity_tokens or 0) * mean_of(sums.kv_usage_ratio)
     rows = math.ceil(running / TILE_ROWS) * TILE_ROWS
     moved, padded = (
@@ -106,7 +106,7 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading) -> Decode
             tensor_parallel=place.tensor,
             pipeline_parallel=place.pipeline,
             expert_parallel=place.expert,
-            data_parallel=ranks,
+            data_parallel=max(1, place.data),
             tokens=tokens,
             logit_rows=tokens,
             attention_pairs=context + running,
@@ -159,8 +159,8 @@ def window_work(
     decode_pairs = decode * (context or 0.0)
     steps = window_steps(sums, reading)
     place = reading.parallelism
-    # Data-parallel cores each do their share: sums are over all cores, a GPU does one core's part.
-    ranks = max(1, place.data)
+    # Data-parallel cores each do their share: sums are over the cores that were read, a GPU does its core's.
+    ranks = sums.cores
     pairs = (prefill_pairs + decode_pairs) / ranks
     kv_tokens = (
         None if steps is None else decode_pairs / ranks + prefill_pairs / ranks / max(1.0, min(prompt, 512.0))
@@ -170,7 +170,7 @@ def window_work(
         tensor_parallel=place.tensor,
         pipeline_parallel=place.pipeline,
         expert_parallel=place.expert,
-        data_parallel=ranks,
+        data_parallel=max(1, place.data),
         tokens=(prefill + decode) / ranks,
         logit_rows=(sums.generated_tokens or 0) / ranks,
         attention_pairs=pairs,
@@ -183,7 +183,7 @@ def window_work(
         tensor_parallel=place.tensor,
         pipeline_parallel=place.pipeline,
         expert_parallel=place.expert,
-        data_parallel=ranks,
+        data_parallel=max(1, place.data),
         tokens=(prefill + decode) / ranks,
         logit_rows=(sums.generated_tokens or 0) / ranks,
         attention_pairs=0.0,
@@ -195,7 +195,7 @@ def window_work(
         tensor_parallel=place.tensor,
         pipeline_parallel=place.pipeline,
         expert_parallel=place.expert,
-        data_parallel=ranks,
+        data_parallel=max(1, place.data),
         tokens=decode / ranks,
         logit_rows=decode / ranks,
         attention_pairs=decode_pairs / ranks,
@@ -209,7 +209,7 @@ def window_work(
         tensor_parallel=place.tensor,
         pipeline_parallel=place.pipeline,
         expert_parallel=place.expert,
-        data_parallel=ranks,
+        data_parallel=max(1, place.data),
         tokens=(prefill + decode * part) / ranks,
         logit_rows=decode * part / ranks,
         attention_pairs=0.0,

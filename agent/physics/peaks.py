@@ -173,6 +173,21 @@ def known_devices(like: str = "") -> list[str]:
     return [f"{row.names[0]} ({row.memory_gb:g} GB)" for row in rows]
 
 
+def whole_name(name: str) -> str:
+    """Return the name of the device that a MIG instance's name begins with; of any other, its own."""
+    instance = _MIG.search(name)
+    return name if instance is None else name[: instance.start()].strip()
+
+
+def instance_ratio(name: str) -> float:
+    """Return the part of its device's compute slices that a MIG instance of this name has; else 1."""
+    instance = _MIG.search(name)
+    if instance is None:
+        return 1.0
+    whole = find_peaks(whole_name(name), None)
+    return int(instance[1]) / _MIG_SLICES.get((whole.multiprocessors if whole else None) or 0, 7)
+
+
 def _instance(whole: DevicePeaks, profile: re.Match[str], multiprocessors: int | None) -> DevicePeaks:
     """Return the part of a MIG profile such as "1g.10gb": SMs if known, else slices; eighths of memory."""
     slices, gigabytes = int(profile[1]), int(profile[2])

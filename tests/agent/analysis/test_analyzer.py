@@ -325,3 +325,18 @@ def test_a_counter_that_died_holds_no_window_back() -> None:
     ]
     totals = feed(snapshots)[-1].gpus[0].causes_total_ns
     assert sum(totals.values()) >= 36 * SECOND
+
+
+def test_between_two_whole_pages_the_engines_last_word_stands() -> None:
+    def told(t: int, **values: Any) -> Snapshot:
+        rows = (counters(t, generated_tokens=50 * t, requests_running=7),) if t % 10 == 0 else ()
+        return snapshot(t, engines=(engine(t, *rows, steps_reliable=False, **values),))
+
+    frames = feed([told(t) for t in range(40)])
+    assert [frame.engines[0].requests_running for frame in frames[11:]] == [7] * 29
+    assert {frame.engines[0].decode_tokens_per_s for frame in frames[11:]} == {50.0}
+    # It should have told again at 40 s.
+    late = feed([*(told(t) for t in range(40)), *(snapshot(t, engines=(engine(t),)) for t in range(40, 50))])
+    assert [frame.engines[0].requests_running for frame in late[44:48]] == [7, 7, None, None]
+    gone = feed([*(told(t) for t in range(35)), told(35, state="unobserved")])
+    assert gone[-1].engines[0].requests_running is None

@@ -7,7 +7,7 @@ import pytest
 from tests.agent.analysis.builders import SECOND, counters, engine
 
 from gpuidle.agent.analysis.rates import PromptSizes, sums_between
-from gpuidle.agent.model import EngineReading
+from gpuidle.agent.model import EngineCounters, EngineReading
 
 
 def between(before: EngineReading, after: EngineReading):  # type: ignore[no-untyped-def]
@@ -108,3 +108,37 @@ def test_prompts_of_one_size_do_not_spread() -> None:
         row = counters(2, computed_prompt_tokens=500 * count, first_tokens=count)
         sizes.learn(between(engine(1, counters(1)), engine(2, row)))
     assert sizes.spread() == pytest.approx(0.0, abs=1e-6)
+
+
+def ranked(t: int, rank: str, **values: int) -> EngineCounters:
+    return msgspec.structs.replace(counters(t, **values), rank=rank)
+
+
+def test_a_core_that_goes_or_comes_moves_no_others_tokens() -> None:
+    before = engine(1, *(ranked(1, str(rank), generated_tokens=10**6) for rank in range(8)))
+    fewer = engine(2, *(ranked(2, str(rank), generated_tokens=10**6 + 50) for rank in range(7)))
+    sums = between(before, fewer)
+    assert (sums.generated_tokens, sums.cores, sums.reset) == (350, 7, False)
+    all_again = engine(3, *(ranked(3, str(rank), generated_tokens=10**6 + 60) for rank in range(8)))
+    back = between(fewer, all_again)
+    assert (back.generated_tokens, back.cores) == (70, 7)
+
+
+def test_only_the_core_that_began_anew_counts_from_zero() -> None:
+    before = engine(1, ranked(1, "0", generated_tokens=10**6), ranked(1, "1", generated_tokens=10**6))
+    after = engine(2, ranked(2, "0", generated_tokens=10**6 + 50), ranked(2, "1", generated_tokens=7))
+    sums = between(before, after)
+    assert (sums.generated_tokens, sums.reset) == (57, True)
+
+
+def test_cached_prompt_tokens_are_left_out_by_the_ratio_of_hits() -> None:
+    before, after = engine(1, counters(1)), engine(2, counters(2, prompt_tokens=1000))
+    plain = msgspec.structs.replace(after.counters[0], computed_prompt_tokens=None)  # type: ignore[index]
+    old = engine(2, msgspec.structs.replace(plain, prefix_query_tokens=None, prefix_hit_tokens=None))
+    assert sums_between(before, old, 0.9)[0].prefill_tokens == 100  # type: ignore[union-attr]
+    assert sums_between(before, old, None)[0].prefill_tokens == 1000  # type: ignore[union-attr]
+    # Asked twice, as the request had to wait: the cache's own sums would leave nothing.
+    start = msgspec.structs.replace(counters(1), prefix_query_tokens=0, prefix_hit_tokens=0)
+    told = msgspec.structs.replace(plain, prefix_query_tokens=2000, prefix_hit_tokens=1200)
+    sums = between(engine(1, start), engine(2, told))
+    assert (sums.prefill_tokens, sums.prefill_exact) == (400, False)
