@@ -128,7 +128,7 @@ def price_options(command: Command) -> Command:
                 multiple=True,
                 metavar="[GPU=]AMOUNT",
                 callback=_prices,
-                help="Price of a GPU-hour, of all devices or of the named model. Can be repeated.",
+                help="Price of a GPU-hour, of all devices or of those named so (H100). Can be repeated.",
             ),
             click.option("--currency", default="USD", show_default=True, help="Of the price."),
         )
