@@ -1,9 +1,12 @@
 """Time that a GPU waits for another one of its group, from the counters of all of them side by side.
 
-Two things show it. A stage of a pipeline is inactive while another stage is at work: a bubble. And a rank of
-a tensor-parallel group that has come to a collective before its peers spins there: work is on the GPU, but
-neither its tensor pipe nor its DRAM moves, while a peer still computes. An ordinary collective is no such
-wait: there all ranks are slow at once. What is shorter than a sample is not seen, so both are lower bounds.
+A stage of a pipeline is inactive while another stage is at work: a bubble. A rank of a tensor-parallel group
+that has come to a collective before its peers spins there, and that shows in two ways. Its tensor pipe and
+its DRAM stand still while a peer's move: where the wait is longer than a sample. And as all ranks do the same
+work between two collectives, a peer whose pipe or whose SMs are busy for longer with it (its clock is lower,
+its kernels are slower, it has more tokens of an expert) keeps the others waiting for the difference, however
+short each wait is: one that spins holds a few SMs only. An ordinary collective is no such wait: there all
+ranks are slow at once. All of these are lower bounds.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ SHORTEST_RUN = 2
 FEWEST_SAMPLES = 20
 LEAST_LEVEL = 0.02
 COVERED_RATIO = 0.98
+UNEQUAL = 0.03
+"""Less of a difference between two GPUs may be their counters'."""
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,8 @@ class _Group(msgspec.Struct, frozen=True):
 
     width: Floats
     active: Floats
+    busy: tuple[Floats, ...]
+    """Tensor activity and SM activity, as far as they are known."""
     work: Floats | None
     """The larger of tensor activity and the share of DRAM's bandwidth."""
 
@@ -81,10 +88,14 @@ def waits(
     stages = int(stage[-1]) + 1
     by_stage = np.stack([group.active[stage == s].max(axis=0) for s in range(stages)])
     spinning = np.zeros(ranks)
-    if tensor_parallel > 1 and group.work is not None and float(np.median(group.width)) <= FAST_NS:
-        for s in range(stages):
-            mine = stage == s
-            spinning[mine] = _spinning(group.active[mine], group.work[mine], group.width)
+    for s in range(stages if tensor_parallel > 1 else 0):
+        mine = stage == s
+        for busy in group.busy:
+            less = _behind(group.active[mine], busy[mine], group.width)
+            spinning[mine] = np.maximum(spinning[mine], less)
+        if group.work is not None and float(np.median(group.width)) <= FAST_NS:
+            spun = _spinning(group.active[mine], group.work[mine], group.width)
+            spinning[mine] = np.maximum(spinning[mine], spun)
     out = []
     for rank in range(ranks):
         low = high = 0.0
@@ -95,6 +106,19 @@ def waits(
             high = float(np.dot(np.minimum(1.0 - own, others.sum(axis=0)), group.width))
         out.append(Waits(idle_low_ns=low, idle_high_ns=high, spinning_ns=float(spinning[rank])))
     return tuple(out)
+
+
+def _behind(active: Floats, busy: Floats, width: Floats) -> Floats:
+    """Return by how much less each rank's pipe (or its SMs) was busy than that of the busiest, ns.
+
+    Equal work on equal devices takes equal time; small differences are the counters' own.
+    """
+    whole, present = busy @ width, active @ width
+    less = whole.max() - whole
+    less[less < UNEQUAL * whole.max()] = 0.0
+    # A rank that was active for longer or shorter did something else as well.
+    less[np.abs(present - present[int(whole.argmax())]) > UNEQUAL * present.max()] = 0.0
+    return np.minimum(less, present)
 
 
 def _spinning(active: Floats, work: Floats, width: Floats) -> Floats:
@@ -154,26 +178,29 @@ def _together(
     inside = first[(first > start_ns) & (first < end_ns)]
     edges = np.concatenate(([start_ns], inside, [end_ns]))
     active = np.stack([_mean(rows, ("gr_active",), edges) * RATIO_STEP for rows in taken])
-    return _Group(
-        width=np.diff(edges).astype(np.float64), active=active, work=_work(taken, edges, peak_bytes_per_s)
-    )
+    tensor, sm = (_ratio(taken, name, edges) for name in ("tensor_active", "sm_active"))
+    moved = _moved(taken, edges)
+    work = None
+    if tensor is not None and moved is not None and peak_bytes_per_s is not None:
+        work = np.maximum(tensor, moved / peak_bytes_per_s)
+    busy = tuple(each for each in (tensor, sm) if each is not None)
+    return _Group(width=np.diff(edges).astype(np.float64), active=active, busy=busy, work=work)
 
 
-def _work(
-    taken: Sequence[Sequence[CounterSeries]], edges: NDArray[np.int64], peak_bytes_per_s: float | None
-) -> Floats | None:
-    if peak_bytes_per_s is None:
+def _ratio(taken: Sequence[Sequence[CounterSeries]], name: str, edges: NDArray[np.int64]) -> Floats | None:
+    if any(getattr(s, name) is None for rows in taken for s in rows):
         return None
-    found = []
-    for rows in taken:
-        if any(
-            s.tensor_active is None or s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None
-            for s in rows
-        ):
-            return None
-        moved = _mean(rows, ("dram_read_bytes_per_s", "dram_write_bytes_per_s"), edges) / peak_bytes_per_s
-        found.append(np.maximum(moved, _mean(rows, ("tensor_active",), edges) * RATIO_STEP))
-    return np.stack(found)
+    return np.stack([_mean(rows, (name,), edges) * RATIO_STEP for rows in taken])
+
+
+def _moved(taken: Sequence[Sequence[CounterSeries]], edges: NDArray[np.int64]) -> Floats | None:
+    """Return DRAM's bytes a second; None where reads and writes are not told apart (slow counters)."""
+    if any(
+        s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None for rows in taken for s in rows
+    ):
+        return None
+    names = ("dram_read_bytes_per_s", "dram_write_bytes_per_s")
+    return np.stack([_mean(rows, names, edges) for rows in taken])
 
 
 def _covers(rows: Sequence[CounterSeries], start_ns: int, end_ns: int) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,6 +25,17 @@ from gpuidle.agent.model import (
     StepSeries,
     column,
     rate_column,
+)
+from gpuidle.collectors.simulator.gpu import Sampling
+from gpuidle.collectors.simulator.node import Visible, simulate
+from gpuidle.collectors.simulator.options import ClockSpell, Straggler
+from gpuidle.collectors.simulator.scenario import (
+    LLAMA_3_8B,
+    EngineSpec,
+    GpuSpec,
+    Poisson,
+    Scenario,
+    Sizes,
 )
 
 PEAK = 3.35e12
@@ -121,6 +135,40 @@ def test_stages_that_take_turns_wait_for_each_other(width_ms: int) -> None:
     waited, certain = idle_wait(told[0], SECOND / 2, float(SECOND), SECOND)
     assert waited == pytest.approx(SECOND / 2, rel=0.01)
     assert certain == (width_ms == 1)
+
+
+def unequal(first: float, second: float, column_of: str) -> list[CounterSeries]:
+    """Two ranks that differ in one counter, on windows of a second."""
+    out = []
+    for value in (first, second):
+        told, whole = (
+            column(np.full(10, round(value / 2e-5)), "u2"),
+            series(np.full(10, 0.9), width_ns=100 * MS),
+        )
+        if column_of == "tensor_active":
+            out.append(replace(whole, tensor_active=told))
+        else:
+            out.append(replace(whole, sm_active=told))
+    return out
+
+
+@pytest.mark.parametrize("column_of", ["tensor_active", "sm_active"])
+def test_a_peer_that_needs_longer_for_the_same_work_is_waited_for(column_of: str) -> None:
+    told = found(unequal(0.40, 0.55, column_of), tensor_parallel=2)
+    assert told is not None
+    assert told[0].spinning_ns == pytest.approx(150 * MS, rel=0.01)
+    assert told[1].spinning_ns == 0
+    # What two counters differ by anyway is none, and stages of a pipeline have work of their own.
+    assert found(unequal(0.40, 0.41, column_of), tensor_parallel=2) == (Waits(),) * 2
+    apart = found(unequal(0.40, 0.55, column_of), tensor_parallel=1)
+    assert apart is not None
+    assert apart[0].spinning_ns == 0
+
+
+def test_a_rank_that_was_active_for_longer_did_something_else() -> None:
+    slow, busy = unequal(0.40, 0.55, "sm_active")
+    longer = replace(busy, gr_active=column(np.full(10, 50_000), "u2"))
+    assert found([slow, longer], tensor_parallel=2) == (Waits(),) * 2
 
 
 def test_a_group_that_is_not_wholly_seen_tells_nothing() -> None:
@@ -261,3 +309,51 @@ def test_a_decode_engine_with_requests_and_none_running_waits_for_their_cache() 
     assert causes("decode", 3)["waiting_peer"] == SECOND
     assert causes("unified", 3)["waiting_peer"] == 0
     assert causes("decode", 0)["no_request"] == SECOND
+
+
+# --------------------------------------------------------------------------------------------------------
+# Against the simulator's truth
+
+LOAD = (Poisson(per_second=4.0, mix=(Sizes(prompt=(800, 2500), output=(20, 80)),)),)
+TWO = EngineSpec(
+    name="8b", config=LLAMA_3_8B, gpus=(0, 1), kv_blocks=20_000, max_batched_tokens=8192, arrivals=LOAD
+)
+GROUPS = {
+    "alike": Scenario(seed=3, gpus=(GpuSpec(),) * 2, engines=(TWO,)),
+    "slow kernels": Scenario(
+        seed=3,
+        gpus=(GpuSpec(),) * 2,
+        engines=(msgspec.structs.replace(TWO, straggler=Straggler(rank=1, slower=1.4)),),
+    ),
+    "a low clock": Scenario(
+        seed=3, gpus=(GpuSpec(),) * 2, engines=(TWO,), clocks=(ClockSpell(1, clock_ratio=0.7),)
+    ),
+    "two stages": Scenario(
+        seed=3, gpus=(GpuSpec(),) * 2, engines=(msgspec.structs.replace(TWO, pipeline_stages=2),)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("hz", [10.0, 1000.0])
+def test_waiting_is_what_really_was_waited(name: str, hz: float) -> None:
+    analyzer = Analyzer()
+    real: list[dict[str, int]] = [{}, {}]
+    sampling = Sampling("cupti_pm" if hz > 100 else "nvml_gpm", hz)
+    told = list(islice(simulate(GROUPS[name], visible=Visible(counters=sampling)), 15))
+    for read, _ in told:
+        frame = analyzer.feed(read)
+    assert frame.gpus[0].window_ns == SECOND
+    settled = sum(frame.gpus[0].causes_total_ns.values()) // SECOND
+    for _, truth in told[1 : settled + 1]:
+        for index, gpu_truth in enumerate(truth.gpus):
+            for cause, ns in gpu_truth.window.causes_ns.items():
+                real[index][cause] = real[index].get(cause, 0) + ns
+    for card, theirs in zip(frame.gpus, real, strict=True):
+        waited = theirs.get("waiting_peer", 0) / settled
+        assert card.causes_total_ns["waiting_peer"] / settled == pytest.approx(waited, abs=0.015 * SECOND)
+        assert card.causes_total_ns["host_gap"] / settled == pytest.approx(
+            theirs["host_gap"] / settled, abs=0.01 * SECOND
+        )
+    if name != "alike":
+        assert real[0]["waiting_peer"] > 0.02 * settled * SECOND  # a bar that no wait would pass is no bar
