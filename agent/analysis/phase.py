@@ -187,6 +187,9 @@ def _prefill_time(sums: Sums, clues: Clues, busy: float) -> tuple[float, float |
         return 0.0, None, busy
     if steps.counted_steps == 0:
         return busy, busy, busy  # no step with output: what ran were chunks of a prompt
+    if sums.decode_tokens == 0:
+        # Every step that gave a token ended a prompt. A decode may be cut by each of the window's edges.
+        return max(0.0, busy * (1 - 2 / steps.counted_steps)), busy, busy
     if pace_ns is None:
         # A step with a prefill moves the same weights for more rows, so it lasts no less than another: the
         # prefills' part of all steps, chunks that were not counted included, is a lower bound of their time.

@@ -166,7 +166,7 @@ def test_the_bubble_of_a_pipeline_is_not_called_idle(evidence: str) -> None:
 def test_a_prefill_engine_never_decodes_and_its_decode_engine_hardly_prefills(evidence: str) -> None:
     found = outcome("roles", evidence)
     prefill, decode = found.ours
-    assert prefill["decode"] == prefill["mixed"] == 0
-    assert prefill["prefill"] == pytest.approx(found.theirs[0]["prefill"], abs=0.005)
+    assert prefill["decode"] == 0
+    assert containing(prefill) == pytest.approx(found.theirs[0]["prefill"], abs=0.005)
     assert containing(decode) <= containing(found.theirs[1]) + 0.01
     assert [engine.role for engine in found.frame.engines] == ["decode", "prefill"]
