@@ -17,8 +17,8 @@ Labels = NDArray[np.int8]
 
 ACTIVE_RATIO = 0.2
 """Less of a sample with work on the GPU says nothing about the work."""
-LONG_NS = 50e6
-"""Samples from here on hold several steps."""
+LONG_NS = 15e6
+"""Samples from here on often hold several steps."""
 MEMORY_S = 15.0
 """After this much busy time what was learned from a sample has fallen to 1/e."""
 FLOOR_RATIO = 0.003
