@@ -28,6 +28,8 @@ from gpuidle.agent.model import (
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "vllm"
 RUNS = ("steplog_chunk256", "steplog_ngram3")
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+"""The buckets of `vllm:iteration_tokens_total` on the recorded pages."""
 SECOND = 10**9
 TICK_NS = SECOND // 10
 
@@ -40,6 +42,9 @@ class Recorded:
         self.limits = rows[0]
         self.end = np.array([round(row["t"] * SECOND) for row in rows[1:]], dtype=np.int64)
         self.column = {key: np.array([row[key] for row in rows[1:]]) for key in rows[1]}
+        self._sums = {key: np.concatenate(([0], np.cumsum(rows))) for key, rows in self.column.items()}
+        sizes = np.where(self.column["counted"] > 0, self.column["prompt"] + self.column["out"], np.inf)
+        self._at_most = [(n, np.concatenate(([0], np.cumsum(sizes <= n)))) for n in STEP_TOKENS]
         length = np.array([round(row["ms"] * 1e6) for row in rows[1:]], dtype=np.int64)
         before = np.concatenate(([0], self.end[:-1]))
         self.start = np.maximum(before, self.end - length)
@@ -59,7 +64,7 @@ class Recorded:
         seen = int(np.searchsorted(self.end, at_ns, side="right"))
 
         def total(name: str) -> int:
-            return int(self.column[name][:seen].sum())
+            return int(self._sums[name][seen])
 
         def gauge(name: str) -> float:
             return float(self.column[name][seen - 1]) if seen else 0.0
@@ -72,6 +77,7 @@ class Recorded:
             generated_tokens=total("out"),
             first_tokens=total("first"),
             counted_steps=total("counted"),
+            steps_by_tokens=tuple((tokens, int(sums[seen])) for tokens, sums in self._at_most),
             requests_running=int(gauge("run")),
             requests_waiting=int(gauge("wait")),
             kv_usage_ratio=gauge("kv"),

@@ -8,15 +8,18 @@ from functools import lru_cache
 import msgspec
 
 from gpuidle.agent.analysis.durations import together
+from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.stepsizes import decode_rows
 from gpuidle.agent.analysis.stepwork import Steps, steps_of, summed
 from gpuidle.agent.analysis.tracks import EngineTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
     DecodeStep,
     WindowWork,
     decode_step,
+    mean_of,
     prompt_context_tokens,
     window_work,
 )
@@ -116,6 +119,15 @@ def _count(track: EngineTrack, steps: StepWindow) -> None:
         track.step_durations[phase] = durations if past is None else together(past, durations)
 
 
+def _batch(rows: float, sums: Sums, decode: DecodeStep | None) -> Batch:
+    usage = mean_of(sums.kv_usage_ratio)
+    if decode is None:
+        return Batch(rows=rows, usage=usage)
+    flops = sum(decode.padded_flops.values()) / decode.rows
+    free = INTENSITY * decode.bytes_moved / flops
+    return Batch(rows=rows, usage=usage, bytes_moved=decode.bytes_moved, free_tokens=free)
+
+
 def settle_engine(
     track: EngineTrack,
     reading: EngineReading,
@@ -134,14 +146,18 @@ def settle_engine(
         hits = hit_ratio(track)
         priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading, hits)
     pace_ns: float | None = None
+    pace_spread = 0.0
     decode: DecodeStep | None = None
     if sums is not None and priced is None:
-        decode = None if shape is None else decode_step(shape, sums, reading)
-        traffic = None if decode is None else decode.bytes_moved
-        if sums.moved:
-            track.pace.learn(sums, following, float(window_ns) if busy_ns is None else busy_ns, traffic)
-        pace_ns = track.pace.step_ns(sums, traffic)
+        rows = decode_rows(sums)
+        decode = None if shape is None else decode_step(shape, sums, reading, rows)
+        batch = _batch(rows, sums, decode)
+        if sums.moved or sums.chunk_ns:
+            track.pace.learn(sums, following, busy_ns, batch)
+        told = track.pace.told(batch)
+        pace_ns, pace_spread = told.step_ns, told.spread
         track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
+        track.prompt_token_ns = track.prompt_token_ns if told.token_ns is None else told.token_ns
     if sums is not None and sums.always_running and busy_ns is not None and sums.counted_steps:
         # The smallest that lasts: a window may also hold a spell without a request.
         gap = max(0.0, window_ns - busy_ns) / sums.counted_steps
@@ -151,6 +167,7 @@ def settle_engine(
         window_ns=window_ns,
         busy_ns=busy_ns,
         pace_ns=pace_ns,
+        pace_spread=pace_spread,
         max_batched_tokens=reading.limits.max_batched_tokens,
         prompt_token_ns=track.prompt_token_ns,
         following=following,

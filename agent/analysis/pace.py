@@ -1,159 +1,208 @@
 """How long a decode-only step of an engine takes, learned online from its windows.
 
-In a window that was busy for B seconds with R requests running, U of the KV cache in use and prompts of P
-tokens in n requests the engine made
+A step takes the time of its weights and contexts, and of the prompt tokens beyond those that it takes along
+while it waits for the memory. So in a window that was busy for B seconds the engine computed
 
-    S m = B (a - b R - c U) - x F        with F = P e^(-kn/P)
+    F = a B - S (b . m)
 
-steps, where m is the traffic of a decode step by the work model (1 where the model is not known; only then b
-and c are used), and F the prompt tokens beyond the k a step that cost nothing beside the weights (sizes
-spread exponentially). Least squares with forgetting gives a even where no window is free of prompts. S is
-the side with the error: a busy window is as long as any other, and how many steps fit beside its prompts is
-what varies. Windows without prompts decide alone as soon as there are some.
+tokens beyond, where S are its steps and m what a decode-only step moves by the work model (1, the rows and
+the share of the cache in use where the model is not known). A step takes (b . m) / a seconds, a prompt token
+1 / a.
+
+F is the side with the error: an edge cuts a step, whose tokens are booked in the window in which it ends. A
+window counts by how large the steps at its edges may have been. Windows without a prompt tell the pace by
+themselves, and better. Least squares with forgetting.
 """
 
 from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.stepsizes import beyond, edge_tokens, prompt_sizes
 
 MEMORY_S = 180.0
 """After this much busy time a window's weight has fallen to 1/e."""
-FREE_TOKENS = 120.0
-"""Prompt tokens that a step takes along while it waits for the weights: half of what the ridge of current
-devices allows, since sizes spread wider than an exponential (fitted on simulated traces)."""
-_TERMS = 4
-_WELL_POSED = 1e-7
-BLOCK_S = 4.0
+INTENSITY = 220.0
+"""FLOPs a byte at which a step's compute takes as long as its memory: the ridge of current devices times what
+kernels reach of each. Only where to begin: it counts as much as EXPECTED_SPREAD says."""
+EXPECTED_SPREAD = 0.5
+"""Relative standard deviation of the tokens that a step takes along, before anything was seen."""
+KNOWN_SPREAD = 0.5
+"""The relative standard error up to which a step's time is told."""
+EDGE_SPREAD = 0.3
+"""What an edge cuts off a decode-only step, as a part of it: standard deviation at both edges together."""
+QUIET_SPREAD = 0.02
+"""What is believed of quiet windows at most: their batches are others than a window's with prompts."""
+TOKEN_SPREAD = 0.25
+"""The relative standard error up to which a prompt token's time is told."""
 ENOUGH_STEPS = 10.0
-"""Steps of windows without prompts before they alone decide."""
-ENOUGH_BLOCKS = 3.0
-"""Blocks with prompts before their regression is believed."""
+"""Steps of quiet windows before they tell something."""
+JITTER = 0.3
+"""Of a step's time, before anything was seen: as of so many windows as EXPECTED_WINDOWS."""
+EXPECTED_WINDOWS = 2.0
+_TERMS = 4
+_TINY = 1e-9
 
 
-def _running(sums: Sums) -> float:
-    known = [value for value in sums.running if value is not None]
-    return sum(known) / len(known) if known else 1.0
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode-only step of a window."""
+
+    rows: float
+    usage: float
+    """Share of the KV cache in use."""
+    bytes_moved: float | None = None
+    """By the work model; None: the model is not known."""
+    free_tokens: float = 256.0
+    """Prompt tokens that such a step is expected to take along for nothing."""
+
+    def terms(self) -> NDArray[np.float64]:
+        """Return what the step's time is linear in."""
+        if self.bytes_moved is not None:
+            return np.array([self.bytes_moved / 1e9, 0.0, 0.0])
+        return np.array([1.0, self.rows, self.usage])
 
 
-def _usage(sums: Sums) -> float:
-    known = [value for value in sums.kv_usage_ratio if value is not None]
-    return sum(known) / len(known) if known else 0.0
+class Told(msgspec.Struct, frozen=True):
+    """What is known of a window's steps; None: not yet."""
+
+    step_ns: float | None
+    """Time of a decode-only step."""
+    spread: float
+    """Its relative standard error."""
+    token_ns: float | None
+    """Time of a prompt token in a step that is full of them."""
 
 
-class _Fit:
-    """Sums of least squares with forgetting: steps' traffic on busy time, batch, context and prompts."""
+class _Quiet:
+    """Windows without a prompt, and none that begins in them: B = S (k . m), S with the error."""
 
     def __init__(self) -> None:
-        self.steps = 0.0
-        self.rows = 0.0
-        self.running = self.usage = 0.0
-        """The most that was seen."""
-        self._squares: NDArray[np.float64] = np.zeros((_TERMS, _TERMS))
-        self._products: NDArray[np.float64] = np.zeros(_TERMS)
-        self._solved: NDArray[np.float64] | None = None
+        self._squares: NDArray[np.float64] = np.zeros((_TERMS - 1, _TERMS - 1))
+        self._products: NDArray[np.float64] = np.zeros(_TERMS - 1)
+        self._seconds = self._steps = self._windows = self._power = 0.0
 
-    def add(self, features: NDArray[np.float64], moved: float, steps: float) -> None:
-        weight = self._weight(features, moved)
-        fade = math.exp(-float(features[0]) * weight / MEMORY_S)
-        self._squares = self._squares * fade + weight * np.outer(features, features)
-        self._products = self._products * fade + weight * features * moved
-        self.steps = self.steps * fade + steps
-        self.rows = self.rows * fade + 1
-        self.running = max(self.running, -float(features[1]) / float(features[0]))
-        self.usage = max(self.usage, -float(features[2]) / float(features[0]))
-        self._solved = None
+    def add(self, terms: NDArray[np.float64], steps: int, seconds: float) -> None:
+        fade = math.exp(-seconds / MEMORY_S)
+        self._squares = self._squares * fade + steps * np.outer(terms, terms)
+        self._products = self._products * fade + seconds * terms
+        self._power = self._power * fade + seconds**2 / steps
+        self._seconds = self._seconds * fade + seconds
+        self._steps = self._steps * fade + steps
+        self._windows = self._windows * fade + 1.0
 
-    def _weight(self, features: NDArray[np.float64], moved: float) -> float:
-        """Weigh windows by their decode share, squared: what fills the rest is known roughly only."""
-        if self.rows < ENOUGH_BLOCKS:
-            return 1.0
-        alone = float(features[:3] @ self.solved()[:3])
-        return min(1.0, max(0.02, moved / alone)) ** 2 if alone > 0 else 1.0
-
-    def solved(self) -> NDArray[np.float64]:
-        """Return the terms that the windows determine; those that come out with the wrong sign are 0."""
-        if self._solved is not None:
-            return self._solved
-        use = [i for i in range(_TERMS) if self._squares[i, i] > 0]
-        while True:
-            solved = np.zeros(_TERMS)
-            part = self._squares[np.ix_(use, use)]
-            scale = np.sqrt(np.diag(part))
-            normed = part / np.outer(scale, scale) + _WELL_POSED * np.eye(len(use))
-            solved[use] = np.linalg.solve(normed, self._products[use] / scale) / scale
-            wrong = [i for i in use if i and solved[i] < 0]
-            if not wrong:
-                self._solved = solved
-                return solved
-            use.remove(wrong[0])
+    def step_s(self, terms: NDArray[np.float64]) -> tuple[float, float] | None:
+        """Return the time of a step and its relative standard error; None without enough windows."""
+        if self._steps < ENOUGH_STEPS:
+            return None
+        # As if one step more had shown that rows and contexts add nothing: further off it is less sure.
+        unseen = np.diag(self._squares) / self._steps * (np.arange(_TERMS - 1) > 0)
+        solved, errors = _solve(self._squares + np.diag(unseen), self._products)
+        time = float(solved @ terms)
+        if time <= 0:
+            return None
+        usual = (JITTER * self._seconds / self._steps) ** 2
+        left = max(0.0, self._power - float(solved @ self._products))
+        noise = (left + EXPECTED_WINDOWS * usual) / (self._windows + EXPECTED_WINDOWS)
+        return time, math.sqrt(noise * max(0.0, float(terms @ errors @ terms))) / time
 
 
 class DecodePace:
-    """The time of one decode-only step of one engine at a window's batch and context."""
+    """The time of a decode-only step of one engine, and of a prompt token, at a window's batch."""
 
     def __init__(self) -> None:
-        self._pure = _Fit()
-        """Windows without a prompt, and none that begins in them."""
-        self._all = _Fit()
-        """Blocks of windows with prompts in them: an edge cuts a step, so short ones are put together."""
-        self._block: NDArray[np.float64] = np.zeros(_TERMS)
-        self._block_moved = 0.0
-        self._block_steps = 0
+        self._quiet = _Quiet()
+        self._squares: NDArray[np.float64] = np.zeros((_TERMS, _TERMS))
+        self._products: NDArray[np.float64] = np.zeros(_TERMS)
+        self._free_tokens: float | None = None
 
-    def learn(self, sums: Sums, following: Sums | None, busy_ns: float, traffic: float | None = None) -> None:
+    def learn(self, sums: Sums, following: Sums | None, busy_ns: float | None, batch: Batch) -> None:
         """Take a settled window, late prompts given back, the time it was busy, and the window after it.
 
-        `traffic` is what a decode-only step of this window moves, in any unit that stays the same; None: not
-        known. Windows in which steps may have run that the engine does not count teach nothing.
+        Without a measured busy time (None) only windows that had requests all the time teach something.
         """
         steps, firsts, prompts = sums.counted_steps, sums.first_tokens, sums.prefill_tokens
-        if not steps or firsts is None or prompts is None or busy_ns <= 0 or sums.reset:
+        if busy_ns is None and (sums.chunk_ns > 0 or not sums.always_running):
             return
-        if sums.chunk_ns > 0 or not sums.always_running:
-            self._block, self._block_moved, self._block_steps = np.zeros(_TERMS), 0.0, 0
+        busy_ns = float(sums.window_ns) if busy_ns is None else busy_ns
+        if steps is None or firsts is None or prompts is None or busy_ns <= 0 or sums.reset:
             return
-        seconds = busy_ns / 1e9
-        known = 0.0 if traffic is not None else 1.0
-        parts = max(firsts + sums.chunk_steps, 1e-9)
-        beyond = prompts * math.exp(-FREE_TOKENS * parts / prompts) if prompts else 0.0
-        features = np.array(
-            [
-                seconds,
-                -seconds * _running(sums) * known,
-                -seconds * _usage(sums) * known,
-                -beyond / 1000.0,
-            ]
-        )
-        moved = steps * (traffic or 1.0)
-        if following is not None and not (
-            firsts or prompts or sums.chunk_steps or following.first_tokens or following.chunk_steps
-        ):
-            self._pure.add(features, moved, steps)
-        self._block = self._block + features
-        self._block_moved += moved
-        self._block_steps += steps
-        if self._block[0] >= BLOCK_S:
-            self._all.add(self._block, self._block_moved, self._block_steps)
-            self._block, self._block_moved, self._block_steps = np.zeros(_TERMS), 0.0, 0
+        quiet = not (firsts or prompts or sums.chunk_steps or sums.chunk_ns)
+        if quiet and following is not None and not (following.first_tokens or following.chunk_steps):
+            if steps:
+                self._quiet.add(batch.terms(), steps, busy_ns / 1e9)
+            return
+        free = batch.free_tokens if self._free_tokens is None else self._free_tokens
+        features = np.concatenate(([busy_ns / 1e9], -batch.terms() * steps))
+        value = beyond(prompt_sizes(sums), free) / 1000.0
+        spread = (EDGE_SPREAD * free) ** 2 + edge_tokens(sums)
+        spread += 0.0 if following is None else edge_tokens(following)
+        weight = 1e6 / spread
+        fade = math.exp(-busy_ns / 1e9 / MEMORY_S)
+        self._squares = self._squares * fade + weight * np.outer(features, features)
+        self._products = self._products * fade + weight * features * value
+        solved, _ = self._solved(batch)
+        if solved[0] > 0:
+            found = 1000.0 * float(solved[1:] @ batch.terms())
+            self._free_tokens = min(4.0 * batch.free_tokens, max(0.05 * batch.free_tokens, found))
 
-    def step_ns(self, sums: Sums, traffic: float | None = None) -> float | None:
-        """Return the time of a decode-only step at this window's batch; None before it can be told."""
-        if self._pure.steps >= ENOUGH_STEPS:
-            fit = self._pure
-        elif self._all.rows >= ENOUGH_BLOCKS:
-            fit = self._all
-        else:
-            return None
-        solved = fit.solved()
-        per_second = float(solved[0])
-        if traffic is None:
-            # No further than a quarter beyond what was seen: a line fitted to small batches runs into 0.
-            running, usage = min(_running(sums), 1.25 * fit.running), min(_usage(sums), 1.25 * fit.usage)
-            slower = float(solved[1]) * running + float(solved[2]) * usage
-            per_second = max(per_second - slower, 0.25 * per_second)
-        return (traffic or 1.0) * 1e9 / per_second if per_second > 0 else None
+    def told(self, batch: Batch) -> Told:
+        """Return what is known so far for a window of this batch."""
+        terms = batch.terms()
+        solved, errors = self._solved(batch)
+        along = float(solved[1:] @ terms)
+        step = self._quiet.step_s(terms)
+        if solved[0] > 0 and along > 0:
+            slope = np.concatenate(([-1.0 / solved[0]], terms / along))
+            spread = math.sqrt(max(0.0, float(slope @ errors @ slope)))
+            if step is None or spread < step[1]:
+                step = along / float(solved[0]), spread
+        if step is not None and step[1] > KNOWN_SPREAD:
+            step = None
+        known = solved[0] > 0 and float(errors[0, 0]) <= (TOKEN_SPREAD * solved[0]) ** 2
+        return Told(
+            step_ns=None if step is None else 1e9 * step[0],
+            spread=0.0 if step is None else step[1],
+            token_ns=1e6 / float(solved[0]) if known else None,
+        )
+
+    def _solved(self, batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the terms and their covariance, with what is expected and what quiet windows tell."""
+        terms = batch.terms()
+        expected = np.concatenate(([0.0], -terms))
+        weight = (1000.0 / (EXPECTED_SPREAD * batch.free_tokens)) ** 2
+        squares = self._squares + weight * np.outer(expected, expected)
+        squares = squares + np.diag(weight * expected**2 * (np.arange(_TERMS) > 1))
+        products = self._products - weight * expected * batch.free_tokens / 1000.0
+        quiet = self._quiet.step_s(terms)
+        if quiet is not None:
+            free = batch.free_tokens if self._free_tokens is None else self._free_tokens
+            told = np.concatenate(([quiet[0]], -terms))
+            squares = squares + (1000.0 / (max(QUIET_SPREAD, quiet[1]) * free)) ** 2 * np.outer(told, told)
+        return _solve(squares, products)
+
+
+def _solve(
+    squares: NDArray[np.float64], products: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the terms of least squares, those with the wrong sign as 0, and the covariance of all."""
+    use = [i for i in range(len(products)) if squares[i, i] > 0]
+    errors: NDArray[np.float64] | None = None
+    while True:
+        solved = np.zeros(len(products))
+        inverse = np.zeros(squares.shape)
+        if use:
+            part = squares[np.ix_(use, use)]
+            scale = np.sqrt(np.diag(part))
+            normed = np.linalg.inv(part / np.outer(scale, scale) + _TINY * np.eye(len(use)))
+            inverse[np.ix_(use, use)] = normed / np.outer(scale, scale)
+            solved = inverse @ products
+        errors = inverse if errors is None else errors
+        wrong = [i for i in use if solved[i] < 0]
+        if not wrong or len(use) == 1:
+            return solved, errors
+        use.remove(max(wrong))

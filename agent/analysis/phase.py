@@ -19,6 +19,9 @@ from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import Durations, Evidence, Shares, StepSeries
 
+UNSURE = 0.06
+"""A window whose prefill-containing share is not known better than this (two standard errors) is unknown."""
+
 
 class Clues(msgspec.Struct, frozen=True, kw_only=True):
     """What helps to read a window's token sums. None: not known."""
@@ -28,6 +31,8 @@ class Clues(msgspec.Struct, frozen=True, kw_only=True):
     """Measured time with work on the GPU."""
     pace_ns: float | None = None
     """Time of a decode-only step at this batch."""
+    pace_spread: float = 0.0
+    """Its relative standard error."""
     max_batched_tokens: int | None = None
     prompt_token_ns: float | None = None
     """Time of a prompt token in chunks that ran alone."""
@@ -200,8 +205,12 @@ def _prefill_time(sums: Sums, clues: Clues, busy: float) -> tuple[float, float |
         estimate = busy * (1 - min(1.0, only / every))
         return least, estimate if estimate >= 0.9 * busy else None, busy
     counts = (steps.high, steps.estimate, steps.low)
+    decodes = max(0.0, steps.counted_steps - steps.estimate) * pace_ns
+    error = 2 * clues.pace_spread * min(busy, decodes)
     high, estimate, low = (max(0.0, busy - max(0.0, steps.counted_steps - n) * pace_ns) for n in counts)
-    return low, estimate, high
+    if error > UNSURE * busy:
+        return max(0.0, low - error), None, min(busy, high + error)
+    return max(0.0, low - error), estimate, min(busy, high + error)
 
 
 def _settle(

@@ -13,6 +13,10 @@ import msgspec
 
 from gpuidle.agent.analysis.integers import split
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.stepsizes import Ended, beyond, ended_prompts
+
+CHUNK_SPREAD = 0.6
+"""Standard deviation of the steps that ended no prompt, over their root (simulated traces)."""
 
 
 def room_tokens(sums: Sums, max_batched_tokens: int | None) -> float | None:
@@ -38,6 +42,11 @@ def give_back(
     """
     moved = list(windows)
     last = moved[-1] if moved else None
+    ended = None if last is None else ended_prompts(last, room_tokens(last, max_batched_tokens))
+    if last is not None and ended is not None:
+        last = moved[-1] = msgspec.structs.replace(
+            last, prompt_steps=ended.sizes, perhaps_steps=ended.perhaps
+        )
     if last is None or not last.prefill_tokens or not last.first_tokens or last.reset or len(moved) < 2:
         return moved, None
     room = room_tokens(last, max_batched_tokens)
@@ -51,6 +60,8 @@ def give_back(
         return _give_to_silent(moved, silent, chunks)
     if not moved[-2].counted_steps and not beside:
         return _by_first_token_time(moved), None
+    if ended is not None:
+        return _give_to_steps(moved, ended, room, pace_ns, prompt_token_ns), None
     if chunks < 2:
         return moved, None
     left = chunks - min(float(chunks), _chunks_here(last, room, pace_ns, prompt_token_ns))
@@ -67,6 +78,58 @@ def give_back(
         left -= parts[i]
     parts[-1] = chunks - sum(parts[:-1])
     return _move_tokens(moved, parts), None
+
+
+def _give_to_steps(
+    windows: list[Sums], ended: Ended, room: float, pace_ns: float | None, prompt_token_ns: float | None
+) -> list[Sums]:
+    """Place the chunks of prompts that were larger than a step: they are the steps just before its last one.
+
+    So only those of the first such prompt may lie before the window in which it ended. A window that is long
+    beside them has nearly all; a short one has as many as fill its time.
+    """
+    last = windows[-1]
+    if not ended.chunks or not last.always_running:
+        return windows
+    full = room + max((value for value in last.running if value is not None), default=0)
+    window_ns, steps = float(last.window_ns), float(last.counted_steps or 1)
+    pace = window_ns / steps if pace_ns is None else pace_ns
+    chunk_ns = window_ns / steps if prompt_token_ns is None else max(pace, prompt_token_ns * full)
+    long = ended.chunks / ended.first
+    if chunk_ns * ended.first * long < window_ns / 2 or prompt_token_ns is None or chunk_ns < 1.5 * pace:
+        before = sum(min(1.0, long * j * chunk_ns / window_ns) for j in range(1, math.ceil(ended.first) + 1))
+        before = min(before, ended.first)
+    else:
+        own_ns = steps * pace + prompt_token_ns * beyond(ended.sizes, pace / prompt_token_ns)
+        here = (window_ns - own_ns) / (chunk_ns - pace)
+        before = min(ended.first, max(0.0, ended.chunks - here))
+    left = before
+    given = 0
+    for i in range(len(windows) - 2, -1, -1):
+        window = windows[i]
+        if left <= 0 or window.reset or not window.counted_steps or window.prefill_tokens is None:
+            break
+        free = window.counted_steps - sum(n for _, n in window.prompt_steps or ()) - window.chunk_steps
+        part = max(0.0, min(left, free))
+        tokens = min(round(part * room), (last.prefill_tokens or 0) - given)
+        known = window.prompt_steps
+        windows[i] = msgspec.structs.replace(
+            window,
+            chunk_spread=math.hypot(window.chunk_spread, min(part, 1.0) ** 0.5 / 2),
+            chunk_steps=window.chunk_steps + part,
+            prompt_steps=None if known is None else (*known, (full, part)),
+            prefill_tokens=window.prefill_tokens + tokens,
+        )
+        given += tokens
+        left -= part
+    here = ended.chunks - before + left
+    windows[-1] = msgspec.structs.replace(
+        last,
+        prefill_tokens=(last.prefill_tokens or 0) - given,
+        prompt_steps=(*ended.sizes, (full, here)) if here > 0 else ended.sizes,
+        chunk_spread=CHUNK_SPREAD * math.sqrt(ended.chunks),
+    )
+    return windows
 
 
 def _chunks_here(last: Sums, room: float, pace_ns: float | None, prompt_token_ns: float | None) -> float:
@@ -165,7 +228,10 @@ class PrefillSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefill_steps(
-    sums: Sums, max_batched_tokens: int | None, busy_ns: float | None, pace_ns: float | None
+    sums: Sums,
+    max_batched_tokens: int | None,
+    busy_ns: float | None,
+    pace_ns: float | None,
 ) -> PrefillSteps | None:
     """Bound the steps with a prefill among the counted steps of a window; None where they are not known.
 
@@ -180,6 +246,8 @@ def prefill_steps(
     steps, firsts, prompts = sums.counted_steps, sums.first_tokens, sums.prefill_tokens
     if steps is None or firsts is None or prompts is None:
         return None
+    if sums.prompt_steps is not None and (firsts or sums.prompt_steps):
+        return _told_steps(sums, steps, firsts, busy_ns, pace_ns)
     given = min(float(steps), sums.chunk_steps)
     if not firsts:
         return PrefillSteps(low=0.0, estimate=given, high=float(steps) if given else 0.0, counted_steps=steps)
@@ -200,6 +268,31 @@ def prefill_steps(
     estimate = max(by_chance, chunks if whole else 0.0) + given
     estimate = min(max(estimate, low), max(high, low))
     return PrefillSteps(low=low, estimate=estimate, high=max(high, low), counted_steps=steps)
+
+
+def _told_steps(
+    sums: Sums,
+    steps: int,
+    firsts: int,
+    busy_ns: float | None,
+    pace_ns: float | None,
+) -> PrefillSteps:
+    """Return the steps with a prefill where the engine tells its steps' sizes.
+
+    Those that may have been either are taken for as many as chance would make.
+    """
+    told = min(float(steps), sum(count for _, count in sums.prompt_steps or ()))
+    high = min(float(steps), told + sums.perhaps_steps)
+    estimate = told
+    window_ns = float(max(1, sums.window_ns))
+    busy = window_ns if busy_ns is None else min(window_ns, busy_ns)
+    if sums.perhaps_steps:
+        pace = min(busy / steps, pace_ns) if pace_ns else busy / steps
+        estimate = min(high, max(told, _by_chance(float(steps), firsts, window_ns, busy, pace, 0.0)))
+    low, high = max(0.0, told - 2 * sums.chunk_spread), min(float(steps), high + 2 * sums.chunk_spread)
+    return PrefillSteps(
+        low=min(low, estimate), estimate=estimate, high=max(high, estimate), counted_steps=steps
+    )
 
 
 def _by_chance(

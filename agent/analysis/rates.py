@@ -60,6 +60,8 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     """Of the counted steps, those that computed chunks of prompts which ended in later windows."""
     prompt_steps: tuple[tuple[float, float], ...] | None = None
     """Of the counted steps, those that computed prompts: (tokens, steps); None: the engine does not tell."""
+    chunk_spread: float = 0.0
+    """Standard deviation of how many of `prompt_steps` computed only chunks."""
     perhaps_steps: float = 0.0
     """Steps beside `prompt_steps` that may have been such."""
     chunk_ns: float = 0.0

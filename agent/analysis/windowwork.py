@@ -83,6 +83,8 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: float
     padded_flops: dict[str, float]
     """By dtype, with the rows that fill up the tiles."""
+    rows: int
+    """Those of `padded_flops`."""
     padding_ratio: float
     """Of the rows, those that fill up the tiles."""
 
@@ -94,12 +96,16 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
             return 0.0
 
 
-def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading) -> DecodeStep:
-    """Return a decode-only step of this window; without a known KV capacity its contexts are left out."""
+def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading, rows: float) -> DecodeStep:
+    """Return a decode-only step of `rows` sequences of this window, all its cores together.
+
+    Without a known KV capacity its contexts are left out.
+    """
     place = reading.parallelism
-    running = max(1.0, mean_of(sums.running) / sums.cores)
+    running = max(1.0, rows / sums.cores)
     context = (reading.limits.kv_capacity_tokens or 0) * mean_of(sums.kv_usage_ratio)
-    rows = math.ceil(running / TILE_ROWS) * TILE_ROWS
+    context *= min(2.0, rows / max(1.0, mean_of(sums.running)))
+    filled = math.ceil(running / TILE_ROWS) * TILE_ROWS
     moved, padded = (
         work(
             shape,
@@ -112,12 +118,13 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading) -> Decode
             attention_pairs=context + running,
             kv_read_tokens=context,
         )
-        for tokens in (running, rows)
+        for tokens in (running, filled)
     )
     return DecodeStep(
         bytes_moved=float(moved.total_bytes),
         padded_flops={dtype: float(flops) for dtype, flops in padded.flops.items()},
-        padding_ratio=1 - running / rows,
+        rows=filled,
+        padding_ratio=1 - running / filled,
     )
 
 

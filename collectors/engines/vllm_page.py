@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from gpuidle.agent.model import EngineCounters, Problem
 from gpuidle.collectors.support.exposition import Page, Sample
@@ -46,11 +48,17 @@ _CORE_FIELDS = (
 """What every version since 0.8.5 tells."""
 SLEEP = "vllm:engine_sleep_state"
 CACHE_CONFIG = "vllm:cache_config_info"
-FAST = tuple(name for key, names in _ALIASES.items() if key not in _SLOW_FIELDS for name in names)
+STEP_TOKENS = "vllm:iteration_tokens_total_bucket"
+FAST = (
+    *(name for key, names in _ALIASES.items() if key not in _SLOW_FIELDS for name in names),
+    STEP_TOKENS,
+)
 SLOW = (*(name for key in _SLOW_FIELDS for name in _ALIASES[key]), SLEEP, CACHE_CONFIG)
 ALL = frozenset((*FAST, *SLOW))
 _FLOATS = ("time_to_first_token_s", "estimated_flops_per_gpu")
 _LARGEST = 2.0**53
+_LIMIT = re.compile(r"[0-9]{1,12}(\.0*)?")
+"""The upper end of a bucket of tokens: vLLM's are whole numbers."""
 
 
 def read_counters(page: Page, read_ns: int) -> tuple[tuple[EngineCounters, ...] | None, tuple[Problem, ...]]:
@@ -61,8 +69,9 @@ def read_counters(page: Page, read_ns: int) -> tuple[tuple[EngineCounters, ...] 
     """
     rows: dict[str, dict[str, list[float]]] = {}
     bad: set[str] = set()
-    for sample in _distinct(page.samples):
-        if sample.name in (SLEEP, CACHE_CONFIG):
+    samples = _distinct(page.samples)
+    for sample in samples:
+        if sample.name in (SLEEP, CACHE_CONFIG, STEP_TOKENS):
             continue
         if (
             sample.name == "vllm:prompt_tokens_by_source_total"
@@ -76,6 +85,7 @@ def read_counters(page: Page, read_ns: int) -> tuple[tuple[EngineCounters, ...] 
     for found in rows.values():
         for name in bad & found.keys():
             del found[name]  # a sum over the other rows would be wrong
+    sizes = _steps_by_tokens(samples, bad)
     asleep = {
         clean(s.labels.get("engine", "0"), 40): s.value == 0.0
         for s in page.samples
@@ -86,7 +96,8 @@ def read_counters(page: Page, read_ns: int) -> tuple[tuple[EngineCounters, ...] 
         what = ", ".join(sorted(bad)) or f"{page.malformed} lines"
         problems.append(problem("bad_reading", f"values that no counter can have were left out: {what}"))
     cores = tuple(
-        _row(rank, read_ns, found, asleep.get(rank)) for rank, found in sorted(rows.items(), key=_rank_order)
+        _row(rank, read_ns, found, asleep.get(rank), sizes.get(rank))
+        for rank, found in sorted(rows.items(), key=_rank_order)
     )
     missing = [name for name in _CORE_FIELDS if all(getattr(core, name) is None for core in cores)]
     if missing:
@@ -110,7 +121,38 @@ def _distinct(samples: Sequence[Sample]) -> list[Sample]:
     return list({(s.name, *sorted(s.labels.items())): s for s in samples}.values())
 
 
-def _row(rank: str, read_ns: int, found: Mapping[str, list[float]], asleep: bool | None) -> EngineCounters:  # noqa: FBT001
+def _steps_by_tokens(samples: Sequence[Sample], bad: set[str]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return each core's steps by their tokens, cumulative; cores without a good histogram are left out."""
+    found: dict[str, dict[int, float]] = {}
+    refused: set[str] = set()
+    for sample in samples:
+        if sample.name != STEP_TOKENS:
+            continue
+        rank, limit = clean(sample.labels.get("engine", "0"), 40), sample.labels.get("le", "")
+        if _LIMIT.fullmatch(limit) is None or not 0.0 <= sample.value <= _LARGEST:
+            if limit != "+Inf":
+                refused.add(rank)
+            continue
+        row = found.setdefault(rank, {})
+        row[int(float(limit))] = row.get(int(float(limit)), 0.0) + sample.value
+    told = {rank: sorted(row.items()) for rank, row in found.items()}
+    refused |= {rank for rank, row in told.items() if any(a[1] > b[1] for a, b in pairwise(row))}
+    if refused:
+        bad.add(STEP_TOKENS)
+    return {
+        rank: tuple((tokens, int(steps)) for tokens, steps in row)
+        for rank, row in told.items()
+        if rank not in refused
+    }
+
+
+def _row(
+    rank: str,
+    read_ns: int,
+    found: Mapping[str, list[float]],
+    asleep: bool | None,  # noqa: FBT001
+    steps_by_tokens: tuple[tuple[int, int], ...] | None,
+) -> EngineCounters:
     told: dict[str, float | int | None] = {}
     for key, names in _ALIASES.items():
         values = next((found[name] for name in names if name in found), None)
@@ -125,7 +167,13 @@ def _row(rank: str, read_ns: int, found: Mapping[str, list[float]], asleep: bool
     # The family is always there; it stands at 0 while work is done only where the estimate is switched off.
     if told.get("estimated_flops_per_gpu") == 0.0 and told.get("prompt_tokens") != 0:
         told["estimated_flops_per_gpu"] = None
-    return EngineCounters(rank=rank, read_ns=read_ns, asleep=asleep, **told)  # type: ignore[arg-type]
+    return EngineCounters(
+        rank=rank,
+        read_ns=read_ns,
+        asleep=asleep,
+        steps_by_tokens=steps_by_tokens,
+        **told,  # type: ignore[arg-type]
+    )
 
 
 def page_limits(page: Page) -> dict[str, object]:

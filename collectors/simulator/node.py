@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import count
+from itertools import accumulate, count
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from gpuidle.agent.model import (
     column,
 )
 from gpuidle.agent.physics.peaks import find_peaks
-from gpuidle.collectors.simulator.batch import Step
+from gpuidle.collectors.simulator.batch import STEP_TOKENS, Step
 from gpuidle.collectors.simulator.clocks import Clocks
 from gpuidle.collectors.simulator.costs import SHEET, Clock, Costs
 from gpuidle.collectors.simulator.engine import Engine
@@ -178,6 +178,7 @@ class _Served:
             first_tokens=told.first_tokens,
             time_to_first_token_s=told.time_to_first_token_ns / SECOND_NS,
             counted_steps=told.counted_steps,
+            steps_by_tokens=tuple(zip(STEP_TOKENS, accumulate(told.steps_by_tokens), strict=True)),
             requests_running=told.requests_running,
             requests_waiting=told.requests_waiting + self.engine.transferring(now_ns),
             kv_usage_ratio=told.kv_usage_ratio,

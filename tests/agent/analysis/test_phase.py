@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.phase import Clues, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
@@ -106,33 +104,6 @@ def test_unknown_steps_make_unknown_shares_not_invented_ones() -> None:
 
 def decodes(steps: int, running: int, **values: Any) -> Sums:
     return sums(generated_tokens=steps * running, counted_steps=steps, running=(running, running), **values)
-
-
-def test_the_pace_of_decode_is_learned_by_batch() -> None:
-    pace = DecodePace()
-    assert pace.step_ns(decodes(100, 4)) is None
-    for _ in range(20):
-        pace.learn(decodes(100, 4), decodes(100, 4), 1e9)
-        pace.learn(decodes(50, 128), decodes(50, 128), 1e9)
-    assert pace.step_ns(decodes(100, 4)) == pytest.approx(1e7, rel=0.01)
-    assert pace.step_ns(decodes(50, 128)) == pytest.approx(2e7, rel=0.01)
-    assert 1e7 < (pace.step_ns(decodes(70, 64)) or 0.0) < 2e7
-
-
-def test_the_pace_of_decode_is_learned_where_no_window_is_without_prompts() -> None:
-    pace, rng = DecodePace(), random.Random(5)
-    for _ in range(120):
-        steps, prompts = 0, [rng.expovariate(1 / 1000) for _ in range(rng.randint(1, 8))]
-        steps = round((1e9 - sum(max(0.0, p - 230) * 36e3 for p in prompts)) / 9e6)
-        window = sums(
-            prefill_tokens=round(sum(prompts)),
-            first_tokens=len(prompts),
-            generated_tokens=12 * steps,
-            counted_steps=steps,
-            running=(12, 12),
-        )
-        pace.learn(window, window, 1e9)
-    assert pace.step_ns(window) == pytest.approx(9e6, rel=0.03)
 
 
 OPTIONAL = st.none() | st.integers(0, 5000)
