@@ -12,7 +12,7 @@ from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
-from gpuidle.agent.analysis.stepsizes import decode_rows
+from gpuidle.agent.analysis.stepsizes import decode_rows, prompt_sizes
 from gpuidle.agent.analysis.stepwork import Steps, steps_of, summed
 from gpuidle.agent.analysis.tracks import EngineTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
@@ -20,6 +20,7 @@ from gpuidle.agent.analysis.windowwork import (
     WindowWork,
     decode_step,
     mean_of,
+    prompt_bytes_ratio,
     prompt_context_tokens,
     window_work,
 )
@@ -119,13 +120,24 @@ def _count(track: EngineTrack, steps: StepWindow) -> None:
         track.step_durations[phase] = durations if past is None else together(past, durations)
 
 
-def _batch(rows: float, sums: Sums, decode: DecodeStep | None) -> Batch:
+def _batch(
+    rows: float, sums: Sums, decode: DecodeStep | None, shape: ModelShape | None, reading: EngineReading
+) -> Batch:
     usage = mean_of(sums.kv_usage_ratio)
-    if decode is None:
+    if decode is None or shape is None:
         return Batch(rows=rows, usage=usage)
     flops = sum(decode.padded_flops.values()) / decode.rows
-    free = INTENSITY * decode.bytes_moved / flops
-    return Batch(rows=rows, usage=usage, bytes_moved=decode.bytes_moved, free_tokens=free)
+    ratio, sizes = 1.0, prompt_sizes(sums)
+    if sizes and shape.experts:
+        tokens = sum(size * count for size, count in sizes) / sum(count for _, count in sizes)
+        ratio = prompt_bytes_ratio(shape, reading, decode, rows / sums.cores, tokens)
+    return Batch(
+        rows=rows,
+        usage=usage,
+        bytes_moved=decode.bytes_moved,
+        prompt_bytes_ratio=ratio,
+        free_tokens=INTENSITY * decode.bytes_moved / flops,
+    )
 
 
 def settle_engine(
@@ -151,7 +163,7 @@ def settle_engine(
     if sums is not None and priced is None:
         rows = decode_rows(sums)
         decode = None if shape is None else decode_step(shape, sums, reading, rows)
-        batch = _batch(rows, sums, decode)
+        batch = _batch(rows, sums, decode, shape, reading)
         if sums.moved or sums.chunk_ns:
             track.pace.learn(sums, following, busy_ns, batch)
         told = track.pace.told(batch)

@@ -57,6 +57,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the KV cache in use."""
     bytes_moved: float | None = None
     """By the work model; None: the model is not known."""
+    prompt_bytes_ratio: float = 1.0
+    """What a step with a prompt moves, before its tokens count, to what a decode-only step does: more experts."""
     free_tokens: float = 256.0
     """Prompt tokens that such a step is expected to take along for nothing."""
 
@@ -137,8 +139,10 @@ class DecodePace:
                 self._quiet.add(batch.terms(), steps, busy_ns / 1e9)
             return
         free = batch.free_tokens if self._free_tokens is None else self._free_tokens
-        features = np.concatenate(([busy_ns / 1e9], -batch.terms() * steps))
-        value = beyond(prompt_sizes(sums), free) / 1000.0
+        sizes, more = prompt_sizes(sums), batch.prompt_bytes_ratio
+        alike = steps + (more - 1) * min(steps, sum(count for _, count in sizes))
+        features = np.concatenate(([busy_ns / 1e9], -batch.terms() * alike))
+        value = beyond(sizes, free * more) / 1000.0
         spread = (EDGE_SPREAD * free) ** 2 + edge_tokens(sums)
         spread += 0.0 if following is None else edge_tokens(following)
         weight = 1e6 / spread

@@ -128,6 +128,31 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading, rows: flo
     )
 
 
+def prompt_bytes_ratio(
+    shape: ModelShape, reading: EngineReading, decode: DecodeStep, rows: float, tokens: float
+) -> float:
+    """Return what a step of so many tokens reads of the weights more than one of `rows`, to all the latter moves.
+
+    Only experts make a difference: more tokens ask for more of them.
+    """
+    place = reading.parallelism
+    more, less = (
+        work(
+            shape,
+            tensor_parallel=place.tensor,
+            pipeline_parallel=place.pipeline,
+            expert_parallel=place.expert,
+            data_parallel=max(1, place.data),
+            tokens=count,
+            logit_rows=rows,
+            attention_pairs=0.0,
+            kv_read_tokens=0.0,
+        )
+        for count in (max(rows, tokens), rows)
+    )
+    return 1 + max(0.0, float(more.weight_bytes) - float(less.weight_bytes)) / decode.bytes_moved
+
+
 def mean_of(values: Sequence[float | None]) -> float:
     """Return the mean of the known values, 0 without one."""
     known = [value for value in values if value is not None]
