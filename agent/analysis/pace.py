@@ -58,7 +58,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: float | None = None
     """By the work model; None: the model is not known."""
     prompt_bytes_ratio: float = 1.0
-    """What a step with a prompt moves, before its tokens count, to what a decode-only step does: more experts."""
+    """What a step with a prompt moves to what a decode-only step does: weights of more experts."""
     free_tokens: float = 256.0
     """Prompt tokens that such a step is expected to take along for nothing."""
 

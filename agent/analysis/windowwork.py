@@ -131,7 +131,7 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading, rows: flo
 def prompt_bytes_ratio(
     shape: ModelShape, reading: EngineReading, decode: DecodeStep, rows: float, tokens: float
 ) -> float:
-    """Return what a step of so many tokens reads of the weights more than one of `rows`, to all the latter moves.
+    """Return what a step of so many tokens moves for its weights to what one of `rows` moves.
 
     Only experts make a difference: more tokens ask for more of them.
     """
