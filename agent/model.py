@@ -505,6 +505,11 @@ class GpuFrame(msgspec.Struct, frozen=True, kw_only=True):
     """Useful FLOP/s over what the roofline allows at this arithmetic intensity."""
     busy: Figure | None = None
     """Share of time with work on the GPU. It is not load."""
+    counter_lag_s: Figure | None = None
+    """By how much the fast counters' clock is ahead of that of the engine's exact steps, in seconds.
+
+    Estimated: that much was taken out. Unknown: nothing was, and it lies in `low` to `high`. None: nothing to
+    compare."""
     peak: Peak | None = None
     price_per_hour: float | None = None
     currency: str = "USD"

@@ -69,6 +69,7 @@ def gpu_frame(
         dram_bandwidth=_bandwidth(trailing, peak, rung),
         roofline_attained=_attained(trailing),
         busy=_ratio(trailing, "active_ns", rung),
+        counter_lag_s=_lag(track),
         peak=peak,
         price_per_hour=price_per_hour,
         currency=currency,
@@ -87,6 +88,19 @@ def gpu_frame(
         clock_events=here.clock_events if here else None,
         error_counts=known.error_counts,
     )
+
+
+def _lag(track: GpuTrack) -> Figure | None:
+    """Return the lag that was taken out of the counters; unknown while estimates do not agree."""
+    reach_ns = track.lag.reach_ns
+    if not reach_ns:
+        return None
+    known = track.lag.at(track.trailing[-1].end_ns) if track.trailing else None
+    if known is None:
+        return _figure(0.0, -reach_ns / 1e9, reach_ns / 1e9, "unknown", track.window_ns, track.rung)
+    lag, error = known
+    low, high = (lag - error) / 1e9, (lag + error) / 1e9
+    return _figure(lag / 1e9, low, high, "estimated", track.window_ns, track.rung)
 
 
 def engine_frame(track: EngineTrack, hw_ids: tuple[str, ...], now_ns: int) -> EngineFrame:

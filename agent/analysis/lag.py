@@ -241,9 +241,10 @@ class LagTrack:
         """Estimate the lag from `start_ns` on, if that is due; `counters` are of one rung."""
         if start_ns < self._due_ns or not counters or not steps:
             return
-        self.width_ns = int(counters[-1].width_ns[-1])
-        if self.width_ns > WIDEST_NS:
+        width_ns = int(counters[-1].width_ns[-1])
+        if width_ns > WIDEST_NS:
             return
+        self.width_ns = width_ns
         found = estimate(steps, counters, start_ns, start_ns + (SAMPLES + 1) * self.width_ns)
         if self._known and start_ns - self._known[-1].at_ns > FORGET_NS:
             self._known.clear()

@@ -118,7 +118,8 @@ def _behind(active: Floats, busy: Floats, width: Floats) -> Floats:
     less[less < UNEQUAL * whole.max()] = 0.0
     # A rank that was active for longer or shorter did something else as well.
     less[np.abs(present - present[int(whole.argmax())]) > UNEQUAL * present.max()] = 0.0
-    return np.minimum(less, present)
+    spun: Floats = np.minimum(less, present)
+    return spun
 
 
 def _spinning(active: Floats, work: Floats, width: Floats) -> Floats:

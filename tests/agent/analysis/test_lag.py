@@ -228,8 +228,27 @@ def test_the_means_of_the_classes_are_right_again_once_the_lag_is_removed() -> N
 def test_the_ledger_with_a_lag_is_that_without_one() -> None:
     def bound(frame: Frame) -> float:
         gpu = frame.gpus[0]
+        assert gpu.counter_lag_s is not None
         assert sum(gpu.causes_total_ns.values()) == gpu.window_ns * (SECONDS - 3)
         return gpu.causes_total_ns["memory_bound"] / sum(gpu.causes_total_ns.values())
 
     right = bound(run(0.0))
     assert abs(bound(run(20.0)) - right) < 0.3 * abs(bound(run(20.0, remove=False)) - right)
+
+
+def test_the_frame_says_what_was_taken_out_and_what_is_not_known() -> None:
+    lag = run(20.0).gpus[0].counter_lag_s
+    assert lag is not None
+    assert lag.evidence == "estimated"
+    assert lag.low <= 0.020 <= lag.high
+    assert lag.value == pytest.approx(0.020, abs=2e-4)
+    analyzer = Analyzer()
+    for snapshot, _ in islice(simulate(LOAD, visible=PM), 5):
+        early = analyzer.feed(snapshot).gpus[0].counter_lag_s
+    assert early is not None
+    assert (early.value, early.evidence) == (0.0, "unknown")
+    assert early.low < -0.05 < 0.05 < early.high
+    slow = Analyzer()
+    for snapshot, _ in islice(simulate(LOAD, visible=Visible()), 8):
+        frame = slow.feed(snapshot)
+    assert frame.gpus[0].counter_lag_s is None
