@@ -10,6 +10,7 @@ from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
 from gpuidle.agent.analysis.peers import idle_wait
+from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.stepwork import step_terms
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
@@ -76,9 +77,7 @@ def evidence_of(
 ) -> Evidence:
     """Return what is known of the device in the window; `engines` are those with a process on it."""
     window_ns = window.end_ns - window.start_ns
-    clock = 1.0
-    if peaks is not None and peaks.sheet_clock_hz and seen.sm_clock_hz:
-        clock = seen.sm_clock_hz / peaks.sheet_clock_hz
+    clock = _clock_ratio(seen, peaks)
     seconds = useful_s(engines, peaks)
     memory_ns, measured = _memory_ns(seen, engines, peaks)
     because = _idle_because(engines)
@@ -156,6 +155,19 @@ def _waited(window_ns: int, seen: Activity, engine: EngineWindow | None) -> tupl
     return idle_wait(engine.waits, seen.active_ns, _stepping_ns(window_ns, seen, engine), window_ns)
 
 
+def _clock_ratio(seen: Activity, peaks: DevicePeaks | None) -> float:
+    """Return the live SM clock over the sheet's, 1 where either is not known."""
+    if peaks is None or not peaks.sheet_clock_hz or not seen.sm_clock_hz:
+        return 1.0
+    return seen.sm_clock_hz / peaks.sheet_clock_hz
+
+
+def _ended_at_first(sums: Sums) -> bool:
+    """Whether a window began and ended without a request, and each that came made one token."""
+    gauges = (*sums.running, *sums.waiting)
+    return not sums.reset and bool(sums.first_tokens) and sums.decode_tokens == 0 and gauges == (0, 0, 0, 0)
+
+
 def _host_gap(
     window_ns: int, seen: Activity, engines: Sequence[EngineWindow], waited_ns: float
 ) -> float | None:
@@ -181,11 +193,14 @@ def _host_gap(
         if engine.waits is None or sums is None or not sums.always_running:
             return None
         return max(0.0, window_ns - seen.active_ns - engine.waits.idle_high_ns)
+    inactive = max(0.0, window_ns - seen.active_ns)
+    if sums is not None and _ended_at_first(sums) and sums.time_to_first_token_s is not None:
+        # Its requests lived no longer than they waited for their only token: the rest had none.
+        return min(inactive, max(0.0, sums.time_to_first_token_s * 1e9 - seen.active_ns))
     if sums is None or sums.reset or sums.counted_steps is None or engine.gap_ns is None:
         return None
     if not sums.moved:
         return None if any(sums.running) or any(sums.waiting) else 0.0
-    inactive = max(0.0, window_ns - seen.active_ns)
     usual = sums.counted_steps * engine.gap_ns
     if sums.always_running and inactive <= 3 * usual:
         return inactive
@@ -202,7 +217,8 @@ def _excess(
     ranks = engine.reading.parallelism.tensor
     if engine.priced is not None:
         rows = [s for s in track.counters if s.rung == seen.rung]
-        terms = step_terms(engine.priced, rows, peaks, reachable, ranks, track.lag_ns)
+        clock = _clock_ratio(seen, peaks)
+        terms = step_terms(engine.priced, rows, peaks, reachable, ranks, track.lag_ns, clock)
         return terms.memory_ns, terms.communication_ns
     talk = None if engine.work is None else engine.work.collectives_ns
     shares, clues = engine.shares, engine.clues

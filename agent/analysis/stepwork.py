@@ -204,11 +204,13 @@ def step_terms(
     reachable_bytes_per_s: float,
     tensor_parallel: int,
     lag_ns: float = 0.0,
+    clock_ratio: float = 1.0,
 ) -> StepTerms:
     """Return the memory-bound and communication terms step by step.
 
     Samples are integrated over each step. Where they are not shorter than the steps a step's edge would
-    smear into its neighbour: then the work model stands for the counters, with rows that fill up tiles.
+    smear into its neighbour: then the work model stands for the counters, with rows that fill up tiles and
+    at the window's SM clock over the sheet's.
     """
     length = steps.end - steps.start
     try:
@@ -217,7 +219,7 @@ def step_terms(
         useful = np.zeros(len(length))
     seen = _integrals(steps, counters, lag_ns)
     if seen is None:
-        busy = useful * steps.padded
+        busy = useful * steps.padded / clock_ratio
         memory = np.asarray(steps.work.total_bytes) / reachable_bytes_per_s * 1e9
     else:
         busy, moved = seen

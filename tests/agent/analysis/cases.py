@@ -9,10 +9,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gpuidle.agent.analysis.analyzer import Analyzer
-from gpuidle.agent.model import PHASES, Frame, Phase
+from gpuidle.agent.model import CAUSES, PHASES, Frame, Phase
 from gpuidle.collectors.simulator.gpu import Sampling
 from gpuidle.collectors.simulator.node import GPM_10_HZ, Visible, simulate
-from gpuidle.collectors.simulator.options import Handover, Speculation
+from gpuidle.collectors.simulator.options import ClockSpell, Handover, Speculation, Straggler
 from gpuidle.collectors.simulator.scenario import (
     LLAMA_3_8B,
     SECOND_NS,
@@ -137,6 +137,10 @@ CASES: Mapping[str, Scenario] = {
         replace(PLAIN, config=MIXTRAL, gpus=(0, 1), max_batched_tokens=2048, kv_blocks=16_000), gpus=2
     ),
     "tensor parallel": node(replace(PLAIN, gpus=(0, 1)), gpus=2),
+    "async scheduling": node(replace(PLAIN, async_scheduling=True)),
+    "power cap": replace(node(PLAIN), gpus=(GpuSpec(power_cap_watts=300.0),)),
+    "hot": replace(node(PLAIN), clocks=(ClockSpell(0, 0.6, start_ns=5 * SECOND_NS),)),
+    "straggler": node(replace(PLAIN, gpus=(0, 1), straggler=Straggler(1, 1.5)), gpus=2),
     "pipeline": node(replace(PLAIN, gpus=(0, 1), pipeline_stages=2), gpus=2),
     "roles": node(
         replace(PLAIN, name="prefill", role="prefill", hands_to=Handover("decode")),
@@ -155,6 +159,8 @@ class Outcome(NamedTuple):
     theirs: list[dict[Phase, float]]
     kinds: list[dict[Phase, int]]
     """By settled window of the first GPU: our phases in ns."""
+    causes: list[dict[str, float]]
+    """By GPU: our causes less the true ones, in points of the time."""
 
 
 @lru_cache(maxsize=64)
@@ -165,15 +171,22 @@ def outcome(case: str, evidence: str, seed: int | None = None) -> Outcome:
     kinds, totals = [], []
     for snapshot, now in simulate(scenario, visible=EVIDENCE[evidence]):
         frame, truth = analyzer.feed(snapshot), now
-        totals.append([gpu.total.phases_ns for gpu in now.gpus])
+        totals.append([gpu.total for gpu in now.gpus])
         if frame.gpus[0].window_ns:
             shares = frame.gpus[0].phases
             kinds.append({phase: shares.of(phase) for phase in PHASES})
     settled = totals[len(kinds)]
-    ours, theirs = [], []
-    for gpu, real in zip(frame.gpus, settled, strict=True):
+    ours, theirs, causes = [], [], []
+    for gpu, total in zip(frame.gpus, settled, strict=True):
+        real = total.phases_ns
         whole, all_ns = sum(gpu.phases_total_ns.values()), sum(real.values())
         assert whole == all_ns
         ours.append({phase: gpu.phases_total_ns[phase] / whole for phase in PHASES})
         theirs.append({phase: real.get(phase, 0) / all_ns for phase in PHASES})
-    return Outcome(frame, truth, ours, theirs, kinds)
+        causes.append(
+            {
+                cause: 100 * (gpu.causes_total_ns[cause] - total.causes_ns.get(cause, 0)) / whole
+                for cause in CAUSES
+            }
+        )
+    return Outcome(frame, truth, ours, theirs, kinds, causes)
