@@ -258,19 +258,25 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
     end = np.concatenate([s.end_ns for s in usable])
     prefill = np.concatenate([s.prefill_tokens for s in usable if s.prefill_tokens is not None]) > 0
     decode = np.concatenate([s.decode_tokens for s in usable if s.decode_tokens is not None]) > 0
-    order = np.argsort(end, kind="stable")
-    start, end, prefill, decode = start[order], end[order], prefill[order], decode[order]
-    clipped = np.maximum(0, np.minimum(end, end_ns) - np.maximum(start, start_ns))
-    inside = (end > start_ns) & (end <= end_ns)
-    names = ("mixed", "prefill", "decode", "unknown")
-    masks = (prefill & decode, prefill & ~decode, decode & ~prefill, ~prefill & ~decode)
-    times = {name: int(clipped[mask].sum()) for name, mask in zip(names, masks, strict=True)}
-    counts = {name: int((inside & mask).sum()) for name, mask in zip(names, masks, strict=True)}
-    lengths = end - start
+    if (end[1:] < end[:-1]).any():
+        order = np.argsort(end, kind="stable")
+        start, end, prefill, decode = start[order], end[order], prefill[order], decode[order]
+    # Those that ended in the window, then those that end after it: some of them began in it.
+    first, last = np.searchsorted(end, (start_ns, end_ns), side="right")
+    begun = np.flatnonzero(start[last:] < end_ns)
+    here = slice(first, last + (begun[-1] + 1 if len(begun) else 0))
+    clipped = np.maximum(0, np.minimum(end[here], end_ns) - np.maximum(start[here], start_ns))
+    kinds = prefill[here] + 2 * decode[here]
+    names = ("unknown", "prefill", "decode", "mixed")
+    sums = np.bincount(kinds, weights=clipped, minlength=len(names))
+    times = {name: int(ns) for name, ns in zip(names, sums, strict=True)}
+    ended = kinds[: last - first]
+    counts = dict(zip(names, np.bincount(ended, minlength=len(names)).tolist(), strict=True))
+    lengths = end[first:last] - start[first:last]
     durations = {
         name: found
-        for name, mask in zip(names[:3], masks[:3], strict=True)
-        if (found := durations_of(lengths[inside & mask])) is not None
+        for kind, name in enumerate(names)
+        if kind and counts[name] and (found := durations_of(lengths[ended == kind])) is not None
     }
     window_ns = end_ns - start_ns
     busy_ns = sum(times.values())
@@ -316,9 +322,11 @@ def _gaps_with_requests(
     if len(end) < 2:
         return 0
     gap_start, gap_end = end[:-1], start[1:]
-    lengths = np.maximum(0, gap_end - gap_start)
     alive = decode[1:]
-    usual_ns = float(np.median(lengths[alive])) if alive.any() else 0.0
-    chunk = ~alive & prefill[1:] & prefill[:-1] & (lengths <= max(3 * usual_ns, 2e6))
+    chunk = ~alive & prefill[1:] & prefill[:-1]
     clipped = np.maximum(0, np.minimum(gap_end, end_ns) - np.maximum(gap_start, start_ns))
-    return int(clipped[alive | chunk].sum())
+    if chunk.any():
+        lengths = np.maximum(0, gap_end - gap_start)
+        usual_ns = float(np.median(lengths[alive])) if alive.any() else 0.0
+        alive = alive | (chunk & (lengths <= max(3 * usual_ns, 2e6)))
+    return int(clipped[alive].sum())

@@ -149,6 +149,9 @@ _SUMMED = (
 
 def total(rows: Sequence[EngineCounters], field: str) -> float | None:
     """Return the sum of `field` over the cores; None if any of them does not tell."""
+    if len(rows) == 1:
+        only: float | None = getattr(rows[0], field)
+        return only
     values = [getattr(row, field) for row in rows]
     return None if not values or any(value is None for value in values) else sum(values)
 

@@ -64,32 +64,41 @@ def steps_of(
     ):
         return None
 
-    def column(name: str) -> Ints:
-        found: Ints = np.concatenate([getattr(s, name) for s in usable])
-        return found
+    def whole(name: str) -> Ints:
+        found: Ints = getattr(usable[0], name)
+        return found if len(usable) == 1 else np.concatenate([getattr(s, name) for s in usable])
 
-    start, end = column("start_ns"), column("end_ns")
-    inside = np.maximum(0, np.minimum(end, end_ns) - np.maximum(start, start_ns))
-    keep = inside > 0
+    start, end = whole("start_ns"), whole("end_ns")
+    inside = np.minimum(end, end_ns) - np.maximum(start, start_ns)
+    keep: Any = inside > 0
     if not keep.any():
         return None
+    if keep.all():
+        keep = slice(None)
+
+    def column(name: str) -> Ints:
+        found: Ints = whole(name)[keep]
+        return found
+
     start, end, inside = start[keep], end[keep], inside[keep]
-    prefill, decode = column("prefill_tokens")[keep], column("decode_tokens")[keep]
-    context, sequences = column("kv_tokens")[keep], column("sequences")[keep]
+    prefill, decode = column("prefill_tokens"), column("decode_tokens")
+    context, sequences = column("kv_tokens"), column("sequences")
 
     def known(name: str) -> bool:
         return all(getattr(s, name) is not None for s in usable)
 
     nothing = np.zeros(len(start), dtype=np.int64)
     drafting = known("draft_tokens") and known("accepted_tokens")
-    drafts = column("draft_tokens")[keep] if drafting else nothing
-    rejected = np.maximum(0, drafts - column("accepted_tokens")[keep]) if drafting else nothing
-    again = column("recomputed_tokens")[keep] if known("recomputed_tokens") else nothing
-    decoding_sequences = np.maximum(0, decode - drafts)
+    repeating = known("recomputed_tokens")
+    drafts = column("draft_tokens") if drafting else nothing
+    rejected = np.maximum(0, drafts - column("accepted_tokens")) if drafting else nothing
+    again = column("recomputed_tokens") if repeating else nothing
+    decoding_sequences = np.maximum(0, decode - drafts) if drafting else decode
     prompts = np.maximum(sequences - decoding_sequences, prefill > 0)
+    tokens = prefill + decode
     rows = decode + prompts
     if known("delivered_tokens"):
-        rows = np.minimum(column("delivered_tokens")[keep] + rejected, prefill + decode)
+        rows = np.minimum(column("delivered_tokens") + rejected, tokens)
     alone = prefill == 0
     # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
     # chunk reads the chunks before it, which filled their steps.
@@ -98,12 +107,12 @@ def steps_of(
     of_decodes = np.minimum(context, decoding_sequences * decoding) if decoding < math.inf else context
     # What the cache had of the prompts is known on average only.
     found = prefill * (hit_ratio / (1 - min(0.99, hit_ratio)))
-    before = np.minimum(_chunks_before(prefill, decode, reading) + found, context - of_decodes)
-    chunk = np.divide(prefill, prompts, out=np.zeros(len(prefill)), where=prompts > 0)
-    each = decode / np.maximum(1, decoding_sequences)  # the last token and its drafts
+    before = np.minimum(_chunks_before(prefill, tokens, reading) + found, context - of_decodes)
+    chunk = prefill / np.maximum(1, prompts)
+    # Of each sequence the last token, and its drafts.
+    each = decode / np.maximum(1, decoding_sequences) if drafting else 1.0
     of_rows = np.where(alone, context, of_decodes) * each + decode * (each + 1) / 2
     of_prompts = prefill * (chunk + 1) / 2 + before * chunk
-    tokens = prefill + decode
     padded = -(-tokens // TILE_ROWS) * TILE_ROWS / np.maximum(tokens, 1)
     place = reading.parallelism
     ask = partial(
@@ -116,7 +125,7 @@ def steps_of(
         kv_read_tokens=context,
     )
     done = ask(tokens=tokens, logit_rows=rows, attention_pairs=of_rows + of_prompts)
-    if rejected.any() or again.any():
+    if (drafting and rejected.any()) or (repeating and again.any()):
         # Rows that were thrown away, or computed before and lost: executed, not useful.
         kept = np.maximum(1, tokens - rejected - again)
         lost = of_rows * rejected / np.maximum(1, decode) + of_prompts * again / np.maximum(1, prefill)
@@ -126,12 +135,14 @@ def steps_of(
     return Steps(start=start, end=end, share=inside / (end - start), tokens=tokens, padded=padded, work=done)
 
 
-def _chunks_before(prefill: Ints, decode: Ints, reading: EngineReading) -> Ints:
+def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints:
     """Return the prompt tokens computed in the unbroken run of full steps before each step."""
     budget = reading.limits.max_batched_tokens
     if budget is None:
         return np.zeros(len(prefill), dtype=np.int64)
-    full = prefill + decode >= 0.98 * budget
+    full = tokens >= 0.98 * budget
+    if not full.any():
+        return np.zeros(len(prefill), dtype=np.int64)
     total = np.cumsum(prefill)
     # The total at the last step that was not full; what came after it is the run.
     broken = np.maximum.accumulate(np.where(full, 0, total))
@@ -141,14 +152,14 @@ def _chunks_before(prefill: Ints, decode: Ints, reading: EngineReading) -> Ints:
 
 def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
     """Return the window's work: each step by its part inside the window."""
-    flops = {dtype: float(np.sum(value * steps.share)) for dtype, value in steps.work.flops.items()}
+    flops = {dtype: float(np.dot(value, steps.share)) for dtype, value in steps.work.flops.items()}
     whole = sum(flops.values())
     talking = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
     return WindowWork(
         flops_by_dtype=flops,
         flops_low=0.95 * whole,
         flops_high=1.05 * whole,
-        bytes_moved=float(np.sum(np.asarray(steps.work.total_bytes) * steps.share)),
+        bytes_moved=float(np.dot(steps.work.total_bytes, steps.share)),
         collectives_ns=float(np.sum(talking * steps.share)),
     )
 
@@ -160,8 +171,7 @@ def _integrals(
 
     `lag_ns` is by how much the counters' clock is ahead of the steps'.
     """
-    edges = np.stack([steps.start, steps.end]) + round(lag_ns)
-    first, last = int(edges[0, 0]), int(edges[1, -1])
+    first, last = int(steps.start[0]) + round(lag_ns), int(steps.end[-1]) + round(lag_ns)
     rows = [s for s in counters if len(s) and s.end_ns[-1] > first and s.end_ns[0] - s.width_ns[0] < last]
     if not rows or 2 * int(rows[0].width_ns[0]) > float(np.mean(steps.end - steps.start)):
         return None
@@ -171,6 +181,7 @@ def _integrals(
     ):
         return None
 
+    edges = np.stack([steps.start, steps.end]) + round(lag_ns)
     # Of the first series, what lies before the steps was another window's.
     skip = int(np.searchsorted(rows[0].end_ns, first))
 
@@ -229,6 +240,6 @@ def step_terms(
     bound = np.minimum(rest, np.maximum(0.0, memory - executed))
     talking = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
     return StepTerms(
-        memory_ns=float(np.sum(bound * steps.share)),
-        communication_ns=float(np.sum(np.minimum(talking, rest - bound) * steps.share)),
+        memory_ns=float(np.dot(bound, steps.share)),
+        communication_ns=float(np.dot(np.minimum(talking, rest - bound), steps.share)),
     )

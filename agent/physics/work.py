@@ -168,9 +168,10 @@ def work(
     b = shape.kv_dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes
     for a in shape.attentions:
         seen, read_here = _seen(a, t, pairs, reads, windowed_attention_pairs, windowed_kv_read_tokens)
-        part = np.divide(
-            seen, pairs, out=np.zeros(np.broadcast_shapes(seen.shape, pairs.shape)), where=pairs > 0
-        )
+        part = np.ones(())
+        if a.window is not None:
+            nothing = np.zeros(np.broadcast_shapes(seen.shape, pairs.shape))
+            part = np.divide(seen, pairs, out=nothing, where=pairs > 0)
         in_decode = np.minimum(absorbed, pairs) * part
         scale = a.layers / tp / pp
         flops = scale * ((seen - in_decode) * a.flops_per_pair + in_decode * a.absorbed_flops_per_pair)
