@@ -1,7 +1,7 @@
 """Phases from counters alone, at 1 kHz, 100 Hz and 10 Hz, against the simulator's steps.
 
-Thresholds were fixed on the odd seeds to 9, 10 and the halves between seeds to 7.5 (other parts of the traces);
-those of the report were scored only.
+Thresholds were fixed on the odd seeds to 9, 10 and the halves between seeds to 7.5, other parts of traces.
+The seeds of the report were scored only.
 """
 
 from __future__ import annotations
