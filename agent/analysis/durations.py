@@ -30,7 +30,7 @@ def durations_of(lengths_ns: NDArray[np.int64]) -> Durations | None:
     return Durations(
         offset=_FIRST + first,
         counts=tuple(np.bincount(found - first).tolist()),
-        sum_ns=sum(lengths_ns.tolist()),
+        sum_ns=int(lengths_ns.sum()),
     )
 
 

@@ -8,6 +8,7 @@ number of distinct experts is not linear, and is taken at the window's mean toke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -249,6 +250,7 @@ class _Matrices(msgspec.Struct, frozen=True):
     """By (experts, active): the bytes of one expert in every layer that routes so."""
 
 
+@lru_cache(maxsize=64)
 def _matrices(shape: ModelShape, tp: int, expert_ranks: int) -> _Matrices:
     per_token: dict[str, float] = {}
     per_row: dict[str, float] = {}
