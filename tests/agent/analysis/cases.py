@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gpuidle.agent.analysis.analyzer import Analyzer
-from gpuidle.agent.model import CAUSES, PHASES, Frame, Phase
+from gpuidle.agent.model import CAUSES, PHASES, Cause, Frame, Phase
 from gpuidle.collectors.simulator.gpu import Sampling
 from gpuidle.collectors.simulator.node import GPM_10_HZ, Visible, simulate
 from gpuidle.collectors.simulator.options import ClockSpell, Handover, Speculation, Straggler
@@ -159,7 +159,7 @@ class Outcome(NamedTuple):
     theirs: list[dict[Phase, float]]
     kinds: list[dict[Phase, int]]
     """By settled window of the first GPU: our phases in ns."""
-    causes: list[dict[str, float]]
+    causes: list[dict[Cause, float]]
     """By GPU: our causes less the true ones, in points of the time."""
 
 

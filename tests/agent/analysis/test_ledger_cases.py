@@ -10,7 +10,7 @@ from gpuidle.agent.model import Cause
 SEVERAL = "two engines on one GPU"
 
 
-def worst(case: str, evidence: str) -> dict[str, float]:
+def worst(case: str, evidence: str) -> dict[Cause, float]:
     """Return, by cause, the largest error of any GPU; what is unattributed is not in it."""
     found = outcome(case, evidence).causes
     return {c: max((gpu[c] for gpu in found), key=abs) for c in found[0] if c != "unattributed"}

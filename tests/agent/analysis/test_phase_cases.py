@@ -59,6 +59,13 @@ def test_token_sums_label_nothing_that_was_not(case: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "case", ["chats", "chunked prefill", "preemption", "prefix hits", "speculation", "tensor parallel"]
+)
+def test_token_sums_label_most_of_a_load_of_half_a_minute(case: str) -> None:
+    assert coverage(outcome(case, "sums")) >= 0.8
+
+
+@pytest.mark.parametrize(
     ("case", "evidence"),
     [*((case, "PM alone") for case in CASES if case not in ONES), ("chunked prefill", "PM at 100 Hz alone")],
 )
