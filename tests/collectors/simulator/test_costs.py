@@ -129,6 +129,19 @@ def test_the_causes_of_a_step_sum_to_it(
     assert min(causes) >= 0
 
 
+def test_measured_links_stand_for_latency_and_rate() -> None:
+    plain = replace(demo().engines[0], jitter=0.0)
+    load = Load(tokens=64, logit_rows=64, attention_pairs=64 * 200, kv_tokens=64 * 200)
+    spec = replace(plain, link_points=((1e3, 5e3), (1e9, 5e6)))
+    by_points = Costs(spec, GpuSpec()).of(load, 1.0)
+    faster = replace(spec, link_points=tuple((size, ns / 2) for size, ns in spec.link_points))
+    talk = STEP_CAUSES.index("communication")
+    assert by_points.causes_ns[talk] > 0
+    assert Costs(faster, GpuSpec()).of(load, 1.0).causes_ns[talk] == pytest.approx(
+        by_points.causes_ns[talk] / 2, rel=0.01
+    )
+
+
 def engine(config: Mapping[str, object], gpus: tuple[int, ...] = (0,)) -> EngineSpec:
     return replace(SMALL, config=config, gpus=gpus)
 
