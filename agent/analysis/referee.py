@@ -30,6 +30,9 @@ MISREAD = 0.75
 """DRAM's bytes over the weights of the steps: below this not all of them were read as configured."""
 ENGINE_LOW, ENGINE_HIGH = 0.7, 1.5
 """The engine's estimate over the work model's bounds: vLLM counts masked pairs, and each FFN as gated."""
+STEADY = 1.5
+"""What is wrong throughout shows in both halves of the time, within this factor; a counter that has died,
+or an engine that has just changed, does not."""
 LAG_NS = 10_000_000
 """A lag of the counters that is worth telling, though it was removed."""
 
@@ -192,10 +195,10 @@ def _pipe(seen: Sequence[Claims], case: Case) -> Problem | None:
     span = _sum(known, lambda c: c.window_ns)
     if span < SHORTEST_NS:
         return None
-    if _stuck(known):
+    if _stuck([each for each in known if each.end_ns > known[-1].end_ns - SHORTEST_NS]):
         return _dead(case, "tensor", "it shows the same value whatever the load")
     low, middle, _ = _work(known)
-    pipe = _sum(known, lambda c: (c.pipe_ns or 0.0) * c.clock_ratio)
+    pipe = _sum(known, _pipe_at_clock)
     if low < LEAST_WORK * span or _rows_a_step(known) < FEWEST_ROWS:
         return None
     if low > EXCESS * pipe:
@@ -208,10 +211,29 @@ def _pipe(seen: Sequence[Claims], case: Case) -> Problem | None:
     if case.latent or case.experts or any(each.draft_tokens for each in judged):
         return None
     low, middle, high = _work(judged)
-    pipe = _sum(judged, lambda c: (c.pipe_ns or 0.0) * c.clock_ratio)
+    pipe = _sum(judged, _pipe_at_clock)
     if high < LEAST_WORK * span or 1.25 * high > SHORTFALL * pipe:
         return None
     return _too_little(judged, case, middle, pipe)
+
+
+def _pipe_at_clock(each: Claims) -> float:
+    return (each.pipe_ns or 0.0) * each.clock_ratio
+
+
+def _over(one: float, other: float) -> float:
+    return one / max(other, 1.0)
+
+
+def _halves(
+    claims: Sequence[Claims], amount: Callable[[Claims], float]
+) -> tuple[Sequence[Claims], Sequence[Claims]]:
+    """Return the older and the newer windows, each with half of the amount; one window is both."""
+    left, at = _sum(claims, amount) / 2, 0
+    while at < len(claims) and left > 0:
+        left -= amount(claims[at])
+        at += 1
+    return claims[:at], claims[at:] or claims
 
 
 def _work(claims: Sequence[Claims]) -> tuple[float, float, float]:
@@ -240,6 +262,12 @@ def _stuck(known: Sequence[Claims]) -> bool:
 def _too_much(known: Sequence[Claims], case: Case, low: float, middle: float, pipe: float) -> Problem | None:
     """The work model claims more than the pipe did."""
     pipe_at_sheet = _sum(known, lambda c: c.pipe_ns or 0.0)
+    older, newer = _halves(known, lambda c: c.work_ns[0] if c.work_ns else 0.0)
+    then, now = (_over(_work(half)[0], _sum(half, _pipe_at_clock)) for half in (older, newer))
+    if now > DEAD > then:
+        return _dead(case, "tensor", "it followed the tokens, and has stood still since")
+    if max(then, now) > STEADY * min(then, now) and min(then, now) < DEAD:
+        return None
     if low > DEAD * pipe and not SHORTFALL <= middle / max(pipe_at_sheet, 1.0) <= EXCESS:
         return _dead(
             case, "tensor", f"the tokens need {middle / 1e9:.1f} s of the pipe, it shows {pipe / 1e9:.2f} s"
@@ -318,8 +346,15 @@ def _dram(seen: Sequence[Claims], case: Case) -> Problem | None:
                 f"{told}: they likely stay in the L2 cache ({case.l2_bytes / 2**20:.0f} MiB)",
                 "nothing to mend: memory-bound time and bandwidth of such a small model are not DRAM's",
             )
-        if read < 0.05 * weights:
+        older, newer = _halves(known, lambda c: c.weight_bytes or 0.0)
+        parts = [
+            _over(_sum(half, lambda c: c.dram_bytes or 0.0), _sum(half, lambda c: c.weight_bytes or 0.0))
+            for half in (older, newer)
+        ]
+        if parts[1] < 0.05:
             return _dead(case, "DRAM", told)
+        if max(parts) > STEADY * min(parts):
+            return None
         return _quantised(
             case, f"{told}: they are likely stored narrower than the model's configuration says"
         )

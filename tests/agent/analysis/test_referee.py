@@ -31,7 +31,7 @@ from gpuidle.collectors.simulator.scenario import (
 )
 
 SECOND = 10**9
-SECONDS = 40
+SECONDS = 32
 PM = Visible(counters=Sampling("cupti_pm", 100.0))
 GPM = Visible(steps=False)
 
@@ -124,6 +124,18 @@ def scaled(each: CounterSeries, *, tensor: float = 1.0, dram: float = 1.0) -> Co
 @pytest.mark.parametrize("visible", [PM, GPM], ids=["steps and PM", "sums and GPM"])
 def test_a_tensor_counter_that_stands_at_0_is_dead(visible: Visible) -> None:
     assert verdicts(recorded("mixed", visible), counters(lambda c: scaled(c, tensor=0.0))) == {"dead_counter"}
+
+
+@pytest.mark.parametrize("column_of", ["tensor", "dram"])
+def test_a_counter_that_dies_under_load_is_never_taken_for_a_narrower_dtype(column_of: str) -> None:
+    snapshots = recorded("mixed" if column_of == "tensor" else "one user", GPM)
+
+    def dying(snapshot: Snapshot) -> Snapshot:
+        if snapshot.sequence < 8:
+            return snapshot
+        return counters(lambda c: scaled(c, **{column_of: 0.0}))(snapshot)
+
+    assert verdicts(snapshots, dying) == {"dead_counter"}
 
 
 def test_a_tensor_counter_that_is_stuck_is_dead() -> None:
