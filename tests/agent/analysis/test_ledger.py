@@ -29,6 +29,9 @@ EVIDENCE = st.builds(
     clock_ratio=st.floats(0.1, 1.2),
     idle_because=st.sampled_from(get_args(IdleBecause)),
     host_gap_ns=st.none() | st.floats(0, 3e9),
+    waiting_idle_ns=st.floats(-1e9, 3e9),
+    waiting_active_ns=st.floats(-1e9, 3e9),
+    waiting_measured=st.booleans(),
     owner=st.sampled_from(["engine", "foreign", "starting", "suspended", "unallocated"]),
 )
 
@@ -156,3 +159,31 @@ def test_work_on_a_gpu_without_a_process_is_nobodys_idle_time() -> None:
     booked = ledger(Evidence(window_ns=T, observed_ns=T, active_ns=0.5 * T, owner="unallocated")).causes_ns
     assert booked["unallocated"] == 0.5 * T
     assert booked["unattributed"] == 0.5 * T
+
+
+def test_what_was_waited_for_a_peer_is_taken_out_of_idle_and_of_active_time_once() -> None:
+    known = Evidence(
+        window_ns=T,
+        observed_ns=T,
+        active_ns=0.8 * T,
+        active_measured=True,
+        tensor_ns=0.2 * T,
+        useful_ns=0.2 * T,
+        memory_ns=0.5 * T,
+        memory_measured=True,
+        idle_because="no_request",
+        host_gap_ns=0.05 * T,
+        host_gap_measured=True,
+        waiting_idle_ns=0.1 * T,
+        waiting_measured=True,
+    )
+    booked = ledger(known)
+    assert booked.causes_ns["waiting_peer"] == 0.1 * T
+    assert booked.causes_ns["host_gap"] == pytest.approx(0.05 * T, abs=1)
+    assert booked.causes_ns["no_request"] == pytest.approx(0.05 * T, abs=1)
+    assert "waiting_peer" not in booked.estimated
+    spun = ledger(msgspec.structs.replace(known, waiting_active_ns=0.25 * T))
+    assert spun.causes_ns["waiting_peer"] == pytest.approx(0.35 * T, abs=1)
+    assert spun.causes_ns["memory_bound"] == booked.causes_ns["memory_bound"]
+    assert booked.causes_ns["latency"] - spun.causes_ns["latency"] == pytest.approx(0.25 * T, abs=1)
+    assert "waiting_peer" in spun.estimated
