@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.analyzer import Analyzer
 from gpuidle.agent.analysis.phase import shares_from_steps
@@ -49,6 +50,29 @@ class Recorded:
         before = np.concatenate(([0], self.end[:-1]))
         self.start = np.maximum(before, self.end - length)
         """The log's own times: the step, without the engine's time between steps."""
+        self._sums["ttft_ns"] = np.concatenate(([0], np.cumsum(self._first_token_ns())))
+        rows, requests = self.column["rows"], self.column["next"]
+        self._speculates = bool((rows > requests).any())
+        for name, counted in (
+            ("drafts", np.where(rows > requests, requests, 0)),
+            ("drafted", np.maximum(0, rows - requests)),
+            ("accepted", self.column["out"] - self.column["first"] - requests),
+        ):
+            self._sums[name] = np.concatenate(([0], np.cumsum(counted)))
+
+    def _first_token_ns(self) -> NDArray[np.int64]:
+        """Return what each step adds to the time to first token: from the first chunk of its prompts on.
+
+        The log has no arrivals, so time in the queue is missing; the analysis does not use it where one is.
+        """
+        added = np.zeros(len(self.end), dtype=np.int64)
+        for i in np.flatnonzero(self.column["first"]):
+            begun, missing = int(i), int(self.column["prompt"][i] - self.column["ctx"][i])
+            while missing > 0 and begun > 0 and not self.column["first"][begun - 1]:
+                begun -= 1
+                missing -= int(self.column["ctx"][begun])
+            added[i] = int(self.column["first"][i]) * int(self.end[i] - self.start[begun])
+        return added
 
     def steps(self) -> StepSeries:
         """Return the steps as a plugin would hand them over."""
@@ -76,6 +100,10 @@ class Recorded:
             computed_prompt_tokens=total("prompt"),
             generated_tokens=total("out"),
             first_tokens=total("first"),
+            time_to_first_token_s=total("ttft_ns") / SECOND,
+            drafts=total("drafts") if self._speculates else None,
+            draft_tokens=total("drafted") if self._speculates else None,
+            accepted_tokens=total("accepted") if self._speculates else None,
             counted_steps=total("counted"),
             steps_by_tokens=tuple((tokens, int(sums[seen])) for tokens, sums in self._at_most),
             requests_running=int(gauge("run")),

@@ -32,7 +32,7 @@ INTENSITY = 220.0
 kernels reach of each. Only where to begin: it counts as much as EXPECTED_SPREAD says."""
 EXPECTED_SPREAD = 0.5
 """Relative standard deviation of the tokens that a step takes along, before anything was seen."""
-KNOWN_SPREAD = 0.5
+KNOWN_SPREAD = 1.0
 """The relative standard error up to which a step's time is told."""
 EDGE_SPREAD = 0.3
 """What an edge cuts off a decode-only step, as a part of it: standard deviation at both edges together."""

@@ -20,7 +20,9 @@ from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import Durations, Evidence, Shares, StepSeries
 
 UNSURE = 0.06
-"""A window whose prefill-containing share is not known better than this (two standard errors) is unknown."""
+"""A window whose prefill-containing share is not known better than this (two standard errors) is unknown,"""
+UNSURE_NS = 25e6
+"""nor is one as short that this says nothing: to leave out those with prompts would show too few of them."""
 
 
 class Clues(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ def shares_from_sums(sums: Sums | None, clues: Clues) -> Shares:
         )
     if sums.at_rest and clues.busy_ns is None and not sums.chunk_ns:
         return Shares(window_ns=window_ns, idle_ns=window_ns, evidence="estimated")
-    if not sums.moved:
+    if not sums.moved or (sums.chunk_ns and not sums.counted_steps):
         return _silent(sums, clues)
     if sums.prefill_tokens and sums.first_tokens is None and sums.counted_steps:
         return _one_step(sums, clues, sums.counted_steps)
@@ -203,12 +205,12 @@ def _prefill_time(sums: Sums, clues: Clues, busy: float) -> tuple[float, float |
         every = max(float(steps.counted_steps), chunks + only)
         least = busy * (1 - min(1.0, max(0.0, steps.counted_steps - steps.high) / every))
         estimate = busy * (1 - min(1.0, only / every))
-        return least, estimate if estimate >= 0.9 * busy else None, busy
+        return least, estimate if busy - estimate <= max(0.1 * busy, UNSURE_NS) else None, busy
     counts = (steps.high, steps.estimate, steps.low)
     decodes = max(0.0, steps.counted_steps - steps.estimate) * pace_ns
     error = 2 * clues.pace_spread * min(busy, decodes)
     high, estimate, low = (max(0.0, busy - max(0.0, steps.counted_steps - n) * pace_ns) for n in counts)
-    if error > UNSURE * busy:
+    if error > max(UNSURE * busy, UNSURE_NS):
         return max(0.0, low - error), None, min(busy, high + error)
     return max(0.0, low - error), estimate, min(busy, high + error)
 

@@ -40,6 +40,8 @@ def most_rows(sums: Sums) -> float | None:
     rows = sums.running[0] + sums.first_tokens
     if sums.drafts and sums.draft_tokens:
         rows *= 1 + math.ceil(sums.draft_tokens / sums.drafts)
+    if (sums.decode_tokens or 0) > rows * (sums.counted_steps or 0):
+        return None  # accepted drafts of which the engine does not tell
     return float(rows)
 
 
