@@ -106,7 +106,7 @@ def _packed(apart: float, back_to_back: float, ended: int, steps: int) -> float:
     """
     least, chunks = max(0.0, back_to_back), apart
     for _ in range(4):
-        crowded = min(1.0, (ended + chunks) / max(1, steps)) ** 1.5
+        crowded = min(1.0, (ended + chunks) / max(1, steps)) ** 1.75
         chunks = max(least, (1 - crowded) * apart + crowded * back_to_back)
     return chunks
 
