@@ -187,3 +187,28 @@ def test_the_cache_configuration_gives_block_and_capacity() -> None:
     assert page_limits(parse_page(older, ALL))["kv_capacity_tokens"] == 12800
     unset = older.replace('num_gpu_blocks="100"', 'num_gpu_blocks="None"')
     assert "kv_capacity_tokens" not in page_limits(parse_page(unset, ALL))
+
+
+def test_steps_are_told_by_their_tokens() -> None:
+    got = core(page("4"))
+    assert got.steps_by_tokens is not None
+    limits, steps = zip(*got.steps_by_tokens, strict=True)
+    assert limits == (1, *(2**power for power in range(3, 15)))
+    assert list(steps) == sorted(steps)
+    assert steps[-1] == got.counted_steps
+
+
+def test_a_histogram_that_falls_is_left_out_and_said() -> None:
+    bucket = re.search(r'vllm:iteration_tokens_total_bucket\{engine="0",le="16384.0".*', page("4"))
+    assert bucket is not None
+    cores, problems = read(page("4").replace(bucket[0], re.sub(r" \S+$", " 1.0", bucket[0])))
+    assert problems == ["bad_reading"]
+    assert cores is not None
+    assert cores[0].steps_by_tokens is None
+    assert cores[0].counted_steps
+
+
+def test_a_page_without_the_histogram_is_read_all_the_same() -> None:
+    got = core(without(page("4"), "iteration_tokens_total_bucket"))
+    assert got.steps_by_tokens is None
+    assert got.counted_steps
