@@ -298,8 +298,10 @@ def engine(python: str, seconds: int) -> None:
         f"an engine of vLLM's in one process, us of CPU a step of {found['sequences']} sequences, "
         f"{len(pairs)} pairs:"
     )
-    for at, name in ((0, "whole step"), (1, "without the model's forward pass")):
-        off, more = np.median(pairs[:, at + 2]), pairs[:, at] - pairs[:, at + 2]
+    for at, name in enumerate(
+        ("whole step", "without the model's forward pass", "the scheduler's two calls alone")
+    ):
+        off, more = np.median(pairs[:, at + 3]), pairs[:, at] - pairs[:, at + 3]
         print(f"  {name}: {off:.0f} without the plugin; {interval(more)} more with it")
     print(f"  the plugin's own part by a clock around it: {middle:.1f} (10 to 90 %: {low:.1f} to {high:.1f})")
 

@@ -6,7 +6,8 @@ Run by `steps_cost.py --vllm PYTHON` with the interpreter that has vLLM:
 
 The engine, its scheduler and the model run in one thread on one core. Two blocks of steps in random order,
 one with the plugin and one with vLLM's own methods, are a pair: of each the median CPU time of a whole step,
-and of what is not the model's forward pass. Then the plugin's own part, by a clock around it. Prints JSON.
+of what is not the model's forward pass, and of the two calls of the scheduler that the plugin wraps. Then the
+plugin's own part, by a clock around it. Prints JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import MethodType
@@ -26,8 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SEQUENCES, PROMPT, OUTPUT = 16, 8, 1900
-BLOCK, SETTLE = 14, 4
-"""Steps of a block, and those at its beginning that are left out."""
+BLOCK = 8
+"""Steps of a block, of which the first is left out."""
 
 
 class Meter:
@@ -39,6 +41,7 @@ class Meter:
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method, measured."""
 
+        @wraps(method)
         def measured(*args: Any, **kwargs: Any) -> Any:
             begin = time.thread_time_ns()
             try:
@@ -68,17 +71,15 @@ def fill(engine: Any, serial: int) -> None:
         engine.step()
 
 
-def block(engine: Any, model: Meter) -> tuple[float, float]:
-    """Return medians of microseconds of CPU a step: the whole, and without the model."""
-    whole, rest = [], []
-    for at in range(BLOCK):
-        begin, modelled = time.thread_time_ns(), model.spent_ns
+def block(engine: Any, model: Meter, scheduling: Meter) -> list[float]:
+    """Return medians of microseconds of CPU a step: whole, without the model, of the scheduler's two calls."""
+    took = []
+    for _ in range(BLOCK):
+        begin, modelled, scheduled = time.thread_time_ns(), model.spent_ns, scheduling.spent_ns
         engine.step()
-        spent = time.thread_time_ns() - begin
-        if at >= SETTLE:
-            whole.append(spent / 1000)
-            rest.append((spent - model.spent_ns + modelled) / 1000)
-    return statistics.median(whole), statistics.median(rest)
+        whole = time.thread_time_ns() - begin
+        took.append((whole, whole - model.spent_ns + modelled, scheduling.spent_ns - scheduled))
+    return [statistics.median(each) / 1000 for each in zip(*took[1:], strict=True)]
 
 
 def main() -> None:
@@ -93,14 +94,14 @@ def main() -> None:
     methods[True] = {name: getattr(scheduler_class, name) for name in names}
     engine = make_engine()
     core = engine.engine_core.engine_core
-    model = Meter()
+    model, scheduling = Meter(), Meter()
     for name in ("execute_model", "sample_tokens"):
         setattr(core.model_executor, name, model.around(getattr(core.model_executor, name)))
 
     def turn(*, on: bool) -> None:
         # On the instance: a class that changes makes Python look up anew all that it had specialised.
         for name, method in methods[on].items():
-            setattr(core.scheduler, name, MethodType(method, core.scheduler))
+            setattr(core.scheduler, name, MethodType(scheduling.around(method), core.scheduler))
 
     pairs = []
     serial = 0
@@ -112,26 +113,26 @@ def main() -> None:
             took = {}
             for on in random.sample((True, False), 2):
                 turn(on=on)
-                took[on] = block(engine, model)
+                took[on] = block(engine, model, scheduling)
             pairs.append([*took[True], *took[False]])
         while engine.has_unfinished_requests():
             engine.step()
-    # The plugin's own part, by a clock around it: less what the clock itself takes.
-    own = Meter()
-    for name in ("scheduled", "finished"):
-        setattr(vllm_plugin.Recorder, name, own.around(getattr(vllm_plugin.Recorder, name)))
-    empty = Meter()
-    nothing = empty.around(int)
-    turn(on=True)
+    # The plugin's own part: its methods less those that they call, and less what the clocks take.
+    outer, inner, clock = Meter(), Meter(), Meter()
+    timed = type("Timed", (), {name: inner.around(method) for name, method in methods[False].items()})
+    vllm_plugin.wrap(timed)
+    for name in names:
+        setattr(core.scheduler, name, MethodType(outer.around(getattr(timed, name)), core.scheduler))
+    nothing = clock.around(int)
     fill(engine, serial)
-    steps = []
-    for _ in range(OUTPUT - 100):
-        before = own.spent_ns, empty.spent_ns
+    own = []
+    for _ in range(600):
+        before = outer.spent_ns - inner.spent_ns
         engine.step()
+        own.append((outer.spent_ns - inner.spent_ns - before) / 1000)
         nothing()
-        nothing()
-        steps.append((own.spent_ns - before[0] - empty.spent_ns + before[1]) / 1000)
-    print(json.dumps({"sequences": SEQUENCES, "pairs": pairs, "own": steps}))
+    own = [each - 2 * clock.spent_ns / len(own) / 1000 for each in own]
+    print(json.dumps({"sequences": SEQUENCES, "pairs": pairs, "own": own}))
 
 
 if __name__ == "__main__":
