@@ -148,8 +148,7 @@ def work(
     reads, count = _float(kv_read_tokens), _float(steps)
     rejected = _float(rejected_rows)
     tp, pp = tensor_parallel, pipeline_parallel
-    absorbed = np.where(t <= rows, pairs, 0.0) if decode_pairs is None else _float(decode_pairs)
-
+    keeps_all = all(np.ndim(each) == 0 and not each for each in (rejected_rows, rejected_pairs))
     ranks = tp * data_parallel if expert_parallel else tp
     groups = data_parallel if expert_parallel else 1
     sums = _matrices(shape, tp, ranks)
@@ -158,7 +157,7 @@ def work(
     for dtype in dict.fromkeys((*sums.per_token, *sums.per_logit_row)):
         body, head = sums.per_token.get(dtype, 0.0) / pp, sums.per_logit_row.get(dtype, 0.0) / pp
         executed[dtype] = t * body + rows * head
-        useful[dtype] = executed[dtype] - rejected * (body + head)
+        useful[dtype] = executed[dtype] if keeps_all else executed[dtype] - rejected * (body + head)
     fixed = np.minimum(count, t) * (sums.body_bytes / pp) + np.minimum(count, rows) * (sums.head_bytes / pp)
     low = mean = high = fixed
     for (experts, active), each in sums.expert_bytes.items():
@@ -169,20 +168,20 @@ def work(
     b = shape.kv_dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes
     for a in shape.attentions:
         seen, read_here = _seen(a, t, pairs, reads, windowed_attention_pairs, windowed_kv_read_tokens)
-        part = np.ones(())
-        if a.window is not None:
-            nothing = np.zeros(np.broadcast_shapes(seen.shape, pairs.shape))
-            part = np.divide(seen, pairs, out=nothing, where=pairs > 0)
-        in_decode = np.minimum(absorbed, pairs) * part
         scale = a.layers / tp / pp
-        flops = scale * ((seen - in_decode) * a.flops_per_pair + in_decode * a.absorbed_flops_per_pair)
-        thrown = scale * _float(rejected_pairs) * part * a.absorbed_flops_per_pair
-        expanding = np.zeros(())
+        flops = scale * a.flops_per_pair * seen
+        expanding: Column = 0.0
         if a.latent_dim is not None:
+            absorbed = np.where(t <= rows, pairs, 0.0) if decode_pairs is None else _float(decode_pairs)
+            in_decode = np.minimum(absorbed, pairs) * _part(seen, pairs)
+            flops = flops + scale * in_decode * (a.absorbed_flops_per_pair - a.flops_per_pair)
             width = a.heads * (a.key_dim - a.rope_dim + a.value_dim)
             expanding = scale * 2.0 * a.latent_dim * width * _float(expanded_tokens)
         _add(executed, "bf16", flops + expanding)
-        _add(useful, "bf16", flops - thrown)
+        if not keeps_all:
+            thrown = scale * a.absorbed_flops_per_pair * _float(rejected_pairs)
+            flops = flops - thrown * _part(seen, pairs)
+        _add(useful, "bf16", flops)
         held = kv_held_share(shape, tp)
         kv = kv + (read_here + t) * (a.layers * a.kv_elements_per_token * b * held / pp)
 
@@ -331,6 +330,12 @@ def _collectives(
         messages = messages + steps * ((pp - 1) / pp)
         payload = payload + tokens * (2 * hidden * (pp - 1) / pp)
     return messages, payload
+
+
+def _part(seen: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the share of the pairs that a layer computes."""
+    nothing = np.zeros(np.broadcast_shapes(seen.shape, pairs.shape))
+    return np.divide(seen, pairs, out=nothing, where=pairs > 0)
 
 
 def _add(sums: dict[str, NDArray[np.float64]], key: str, value: NDArray[np.float64]) -> None:
