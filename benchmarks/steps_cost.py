@@ -158,15 +158,19 @@ def step_us(made: Any, steps: int = 100) -> float:
     return (time.thread_time_ns() - begin) / steps / 1000
 
 
-def plugin_us(sequences: int, more: dict[str, int], rounds: int = 60) -> tuple[float, float]:
-    """Return least and median of many pairs: microseconds a step with the plugin, less those without."""
+def plugin_us(sequences: int, more: dict[str, int], rounds: int = 60) -> tuple[float, float, float]:
+    """Return least and median of many pairs: microseconds a step with the plugin, less those without.
+
+    And the median without: two empty calls, of which the time says how fast the machine is just now.
+    """
     recorded = type("Recorded", (Scheduled,), {})
     wrap(recorded)
     with_it, without = recorded(sequences, **more), Scheduled(sequences, **more)
     took = [(step_us(with_it), step_us(without)) for _ in range(rounds)]
     vars(with_it)["_gpuidle_steps"].ring.close()
     least = min(each[0] for each in took) - min(each[1] for each in took)
-    return least, statistics.median(on - off for on, off in took)
+    bare = statistics.median(off for _, off in took)
+    return least, statistics.median(on - off for on, off in took), bare
 
 
 def plugin() -> None:
@@ -181,14 +185,15 @@ def plugin() -> None:
         ):
             sizes = (1, 16, 64, 256)
             took = [plugin_us(size, more) for size in sizes]
-            slope, base = np.polyfit(sizes, [least for least, _ in took], 1)
+            slope, base = np.polyfit(sizes, [least for least, _, _ in took], 1)
             each = ", ".join(
                 f"{size}: {least:.1f} ({middle:.1f})"
-                for size, (least, middle) in zip(sizes, took, strict=True)
+                for size, (least, middle, _) in zip(sizes, took, strict=True)
             )
-            worst = max(middle / (3 + 0.15 * size) for size, (_, middle) in zip(sizes, took, strict=True))
+            worst = max(middle / (3 + 0.15 * size) for size, (_, middle, _) in zip(sizes, took, strict=True))
             print(
-                f"  {label}: {each}; fit {base:.2f} + {slope:.3f} n; median {worst:.0%} of the bar at worst"
+                f"  {label}: {each}; fit {base:.2f} + {slope:.3f} n; median {worst:.0%} of the bar at worst; "
+                f"bare calls {min(bare for _, _, bare in took):.2f} to {max(bare for _, _, bare in took):.2f}"
             )
 
 

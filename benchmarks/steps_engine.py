@@ -72,7 +72,7 @@ def fill(engine: Any, serial: int) -> None:
 
 
 def block(engine: Any, model: Meter, scheduling: Meter) -> list[float]:
-    """Return medians of microseconds of CPU a step: whole, without the model, of the scheduler's two calls."""
+    """Return medians of microseconds of CPU a step: all, without the model, of the scheduler's two calls."""
     took = []
     for _ in range(BLOCK):
         begin, modelled, scheduled = time.thread_time_ns(), model.spent_ns, scheduling.spent_ns
