@@ -30,8 +30,15 @@ def durations_of(lengths_ns: NDArray[np.int64]) -> Durations | None:
     return Durations(
         offset=_FIRST + first,
         counts=tuple(np.bincount(found - first).tolist()),
-        sum_ns=int(lengths_ns.sum()),
+        sum_ns=_total(lengths_ns),
     )
+
+
+def _total(lengths_ns: NDArray[np.int64]) -> int:
+    # An int64 sum is ten times as fast, where it cannot overflow.
+    if int(lengths_ns.max()) <= (1 << 62) // len(lengths_ns):
+        return int(lengths_ns.sum())
+    return sum(lengths_ns.tolist())
 
 
 def together(one: Durations, other: Durations) -> Durations:
