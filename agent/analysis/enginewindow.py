@@ -112,6 +112,12 @@ def cached_ratio(track: EngineTrack) -> float | None:
     return track.prefix_last[1] / track.prefix_last[0] if track.prefix_last and track.prefix_last[0] else None
 
 
+def _follow(gap: float, past: float) -> float:
+    if gap < 0.5 * past:
+        return 1.0
+    return 0.2 if gap < past else 0.01
+
+
 def _count(track: EngineTrack, steps: StepWindow) -> None:
     for phase, count in steps.steps.items():
         track.steps_total[phase] = track.steps_total.get(phase, 0) + count
@@ -171,10 +177,11 @@ def settle_engine(
         track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
         track.prompt_token_ns = track.prompt_token_ns if told.token_ns is None else told.token_ns
     if sums is not None and sums.always_running and busy_ns is not None and sums.counted_steps:
-        # The smallest that lasts: a window may also hold a spell without a request.
+        # The smallest that lasts: a window may also hold a spell without a request, and one that held none
+        # shows at once what the windows before it were.
         gap = max(0.0, window_ns - busy_ns) / sums.counted_steps
         past = track.gap_ns
-        track.gap_ns = gap if past is None else past + (0.2 if gap < past else 0.01) * (gap - past)
+        track.gap_ns = gap if past is None else past + _follow(gap, past) * (gap - past)
     clues = Clues(
         window_ns=window_ns,
         busy_ns=busy_ns,
