@@ -43,7 +43,9 @@ class Recorded:
         self.limits = rows[0]
         self.end = np.array([round(row["t"] * SECOND) for row in rows[1:]], dtype=np.int64)
         self.column = {key: np.array([row[key] for row in rows[1:]]) for key in rows[1]}
-        self._sums = {key: np.concatenate(([0], np.cumsum(rows))) for key, rows in self.column.items()}
+        self._sums: dict[str, NDArray[np.int64]] = {
+            key: np.concatenate(([0], np.cumsum(rows))) for key, rows in self.column.items()
+        }
         sizes = np.where(self.column["counted"] > 0, self.column["prompt"] + self.column["out"], np.inf)
         self._at_most = [(n, np.concatenate(([0], np.cumsum(sizes <= n)))) for n in STEP_TOKENS]
         length = np.array([round(row["ms"] * 1e6) for row in rows[1:]], dtype=np.int64)
@@ -51,11 +53,11 @@ class Recorded:
         self.start = np.maximum(before, self.end - length)
         """The log's own times: the step, without the engine's time between steps."""
         self._sums["ttft_ns"] = np.concatenate(([0], np.cumsum(self._first_token_ns())))
-        rows, requests = self.column["rows"], self.column["next"]
-        self._speculates = bool((rows > requests).any())
+        decoded, requests = self.column["rows"], self.column["next"]
+        self._speculates = bool((decoded > requests).any())
         for name, counted in (
-            ("drafts", np.where(rows > requests, requests, 0)),
-            ("drafted", np.maximum(0, rows - requests)),
+            ("drafts", np.where(decoded > requests, requests, 0)),
+            ("drafted", np.maximum(0, decoded - requests)),
             ("accepted", self.column["out"] - self.column["first"] - requests),
         ):
             self._sums[name] = np.concatenate(([0], np.cumsum(counted)))
