@@ -7,44 +7,20 @@ the gap was.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Mapping
-from typing import TypeAlias
 
 import msgspec
 
-from gpuidle.agent.analysis.activity import (
-    Activity,
-    activity,
-    without_lone_rest,
-    without_stale_rest,
-)
-from gpuidle.agent.analysis.cores import (
-    core_reading,
-    cores_of,
-    joined,
-    on_device,
-    place,
-    prune_steps,
-    with_waits,
-)
-from gpuidle.agent.analysis.enginewindow import (
-    EngineWindow,
-    cached_ratio,
-    holders,
-    settle_engine,
-    sums_within,
-)
-from gpuidle.agent.analysis.frames import engine_frame, gpu_frame, mean_known
-from gpuidle.agent.analysis.prompts import give_back
-from gpuidle.agent.analysis.rates import Sums, sums_between
+from gpuidle.agent.analysis.activity import activity, without_lone_rest, without_stale_rest
+from gpuidle.agent.analysis.cores import prune_steps, settle_cores
+from gpuidle.agent.analysis.counting import count_engine
+from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, sums_within
+from gpuidle.agent.analysis.frames import engine_frame, gpu_frame
 from gpuidle.agent.analysis.settle import settle_gpu
+from gpuidle.agent.analysis.shapes import Shapes
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Frame, GpuReading, Problem, Snapshot
 from gpuidle.agent.physics.prices import price_of
-from gpuidle.agent.physics.served import served_shape
-from gpuidle.agent.physics.shapes import ModelShape, UnknownArchitecture
 
 FORGET_NS = 600 * 10**9
 """A device or engine that has not been seen for ten minutes is gone; its totals begin anew if it returns."""
@@ -52,13 +28,8 @@ FORGET_NS = 600 * 10**9
 MISSING_NS = 30 * 10**9
 """How long an engine that gives no reading is still taken to hold its devices."""
 
-
 SELDOM_NS = 30 * 10**9
 """A window waits no longer than this, however seldom its engine tells."""
-
-_ShapeKey: TypeAlias = "tuple[str, str | None, str | None, str | None]"
-"""Key of the model's text, then how it is served: dtype, dtype of the cache, quantisation."""
-
 
 LONGEST_SAMPLE_NS = 90 * 10**9
 """The longest that a window waits for a slow counter's sample (an exporter of DCGM gives one in 30 s)."""
@@ -86,7 +57,7 @@ class Analyzer:
         self._pending: deque[Pending] = deque()
         self._gpus: dict[str, GpuTrack] = {}
         self._engines: dict[str, EngineTrack] = {}
-        self._shapes: dict[_ShapeKey, ModelShape | Problem] = {}
+        self._shapes = Shapes()
         self._prices: dict[tuple[str, int | None], float | None] = {}
 
     def feed(self, snapshot: Snapshot) -> Frame:
@@ -132,69 +103,9 @@ class Analyzer:
             track = self._engines[reading.engine_id] = EngineTrack(reading=reading, last_seen_ns=0)
         track.reading, track.last_seen_ns = reading, snapshot.monotonic_ns
         if reading.counters:
-            cached = cached_ratio(track)
-            problems += self._count(track, reading, cached)
-            _count_prefix(track, reading, self._settings.trailing_ns)
-            for rank, core in cores_of(track).items():
-                core.reading = core_reading(reading, rank)
-                if core.reading.counters:
-                    self._count(core, core.reading, cached)
-        shape = self._shape(reading, snapshot.texts)
-        if isinstance(shape, Problem):
-            problems.append(shape)
-        return problems
-
-    def _count(self, track: EngineTrack, reading: EngineReading, cached: float | None) -> tuple[Problem, ...]:
-        """Take a reading with counters: what moved since the one before it."""
-        sums: Sums | None = None
-        problems: tuple[Problem, ...] = ()
-        if track.counted is not None:
-            sums, problems = sums_between(track.counted, reading, cached)
-        elif self._before is not None and _started_after(reading, self._before):
-            sums, problems = sums_between(_unborn(reading, self._before), reading, cached)
-        track.counted, track.last_sums = reading, sums
-        _take_estimate(track, reading)
-        if sums is None:
-            for name in ("prefill_total", "decode_total"):
-                setattr(track, name, getattr(track, name) or 0)
-            return problems
-        track.cadence_ns = sums.window_ns
-        _add_tokens(track, sums)
-        given, prompt_ns = give_back(
-            [*track.sums, sums], reading.limits.max_batched_tokens, track.pace_ns, track.prompt_token_ns
-        )
-        track.sums = deque(given)
-        if prompt_ns is not None:
-            past = track.prompt_token_ns
-            track.prompt_token_ns = prompt_ns if past is None else (past + prompt_ns) / 2
-        return problems
-
-    def _shape(self, reading: EngineReading, texts: Mapping[str, str]) -> ModelShape | Problem | None:
-        """Return the model's shape as it is served, read once; a Problem where it cannot be told."""
-        key, limits = _shape_key(reading), reading.limits
-        if key is None:
-            return None
-        if key not in self._shapes:
-            text = texts.get(key[0])
-            if text is None:
-                return None
-            try:
-                self._shapes[key] = served_shape(
-                    json.loads(text),
-                    dtype=limits.dtype,
-                    kv_dtype=limits.kv_dtype,
-                    quantization=limits.quantization,
-                )
-            except UnknownArchitecture as error:
-                self._shapes[key] = _no_shape(reading, str(error))
-            except (ValueError, TypeError, KeyError) as error:
-                self._shapes[key] = _no_shape(reading, f"model configuration of {key[0]}: {error}")
-        return self._shapes[key]
-
-    def _known_shape(self, reading: EngineReading) -> ModelShape | None:
-        key = _shape_key(reading)
-        shape = None if key is None else self._shapes.get(key)
-        return shape if isinstance(shape, ModelShape) else None
+            problems += count_engine(track, reading, self._before, self._settings.trailing_ns)
+        unknown = self._shapes.read(reading, snapshot.texts)
+        return problems if unknown is None else [*problems, unknown]
 
     def _ready(self, window: Pending, now_ns: int) -> bool:
         """Whether a window has waited long enough: longer for an engine that is slow, or told seldom."""
@@ -250,7 +161,9 @@ class Analyzer:
         done: dict[str, dict[str, EngineWindow]] = {}
         for key, reading in engines.items():
             mine = {hw_id: seen[hw_id] for hw_id in held[key] if hw_id in seen}
-            done[key] = self._settle_engine(self._engines[key], reading, window, mine, gpus)
+            done[key] = settle_cores(
+                self._engines[key], reading, window, mine, gpus, self._gpus, self._shapes.of
+            )
         # A GPU that is split into instances has no time of its own to account for.
         split = {gpu.reading.parent_hw_id for gpu in self._gpus.values()}
         for hw_id, gpu in self._gpus.items():
@@ -266,35 +179,6 @@ class Analyzer:
             prune_steps(track, window.end_ns)
         return problems
 
-    def _settle_engine(
-        self,
-        track: EngineTrack,
-        reading: EngineReading,
-        window: Pending,
-        seen: Mapping[str, Activity],
-        gpus: Mapping[str, GpuReading],
-    ) -> dict[str, EngineWindow]:
-        """Settle one engine and return its window as each device that it holds sees it."""
-        cores = cores_of(track)
-        busy = mean_known([each.active_ns for each in seen.values()])
-        whole = settle_engine(track, reading, window, self._known_shape(reading), busy)
-        if not cores:
-            return with_waits(dict.fromkeys(seen, whole), [list(seen)], self._gpus, window)
-        placed = place(reading, cores, list(seen), gpus)
-        done: dict[str, EngineWindow] = {}
-        for rank, core in cores.items():
-            mine = [seen[hw_id].active_ns for hw_id, name in placed.items() if name == rank]
-            own = core_reading(reading, rank)
-            done[rank] = settle_engine(core, own, window, self._known_shape(own), mean_known(mine))
-        whole = joined(track, whole, list(done.values()))
-        window_ns = window.end_ns - window.start_ns
-        views = {
-            hw_id: on_device(whole, done.get(placed.get(hw_id, "")), each, window_ns)
-            for hw_id, each in seen.items()
-        }
-        groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in cores]
-        return with_waits(views, groups, self._gpus, window)
-
     def _price(self, device: GpuReading) -> float | None:
         key = (device.name, device.memory_total_bytes)
         if key not in self._prices:
@@ -305,8 +189,7 @@ class Analyzer:
         limit_ns = now_ns - FORGET_NS
         self._gpus = {key: track for key, track in self._gpus.items() if track.last_seen_ns > limit_ns}
         self._engines = {key: t for key, t in self._engines.items() if t.last_seen_ns > limit_ns}
-        used = {_shape_key(track.reading) for track in self._engines.values()}
-        self._shapes = {key: shape for key, shape in self._shapes.items() if key in used}
+        self._shapes.keep(track.reading for track in self._engines.values())
 
     def _frame(self, snapshot: Snapshot, before: Snapshot | None, problems: list[Problem]) -> Frame:
         now = {engine.engine_id for engine in snapshot.engines}
@@ -326,7 +209,7 @@ class Analyzer:
                     snapshot,
                     tuple(key for key, gpus in held.items() if hw_id in gpus),
                     self._engines,
-                    self._known_shape,
+                    self._shapes.of,
                     self._price(track.reading),
                     self._settings.currency,
                 )
@@ -353,72 +236,6 @@ def _pending(before: Snapshot, snapshot: Snapshot) -> Pending:
         gpus=None if snapshot.gpus is None else {gpu.hw_id: gpu for gpu in snapshot.gpus},
         busy_before={gpu.hw_id: gpu.busy_ratio for gpu in before.gpus or () if gpu.busy_ratio is not None},
         engines={engine.engine_id: engine for engine in snapshot.engines},
-    )
-
-
-def _started_after(reading: EngineReading, before: Snapshot) -> bool:
-    return reading.root_start_ns is not None and reading.root_start_ns > before.boottime_ns
-
-
-def _unborn(reading: EngineReading, before: Snapshot) -> EngineReading:
-    """Return the reading that would have been made before the engine began to count."""
-    rows = tuple(msgspec.structs.replace(row, read_ns=before.monotonic_ns) for row in reading.counters or ())
-    return msgspec.structs.replace(reading, counters=rows, root_pid=-1)
-
-
-def _add_tokens(track: EngineTrack, sums: Sums) -> None:
-    track.sizes.learn(sums)
-    for name, value in (
-        ("prefill_total", sums.prefill_tokens),
-        ("decode_total", sums.decode_tokens),
-        ("draft_total", sums.draft_tokens),
-        ("accepted_total", sums.accepted_tokens),
-        ("preemptions_total", sums.preemptions),
-    ):
-        if value is not None:
-            setattr(track, name, (getattr(track, name) or 0) + value)
-
-
-def _take_estimate(track: EngineTrack, reading: EngineReading) -> None:
-    """Keep the engine's own estimate of its FLOPs, the mean over its cores' GPUs."""
-    told = [row.estimated_flops_per_gpu for row in reading.counters or ()]
-    mean = mean_known(told)
-    if mean is None:
-        return
-    if track.estimates and mean < track.estimates[-1][1]:
-        track.estimates.clear()  # the engine began anew
-    track.estimates.append((reading.read_ns, mean))
-
-
-def _count_prefix(track: EngineTrack, reading: EngineReading, trailing_ns: int) -> None:
-    """Follow the prefix cache's own counters: they may come more seldom than the others."""
-    rows = reading.counters or ()
-    queries = [row.prefix_query_tokens for row in rows]
-    hits = [row.prefix_hit_tokens for row in rows]
-    if any(value is None for value in (*queries, *hits)):
-        return
-    now = (sum(value or 0 for value in queries), sum(value or 0 for value in hits))
-    past, track.prefix_last = track.prefix_last, now
-    if past is not None and now >= past:
-        track.prefix.append((reading.read_ns, now[0] - past[0], now[1] - past[1]))
-    while track.prefix and track.prefix[0][0] <= reading.read_ns - trailing_ns:
-        track.prefix.popleft()
-
-
-def _shape_key(reading: EngineReading) -> _ShapeKey | None:
-    limits = reading.limits
-    if reading.model_text is None:
-        return None
-    return reading.model_text, limits.dtype, limits.kv_dtype, limits.quantization
-
-
-def _no_shape(reading: EngineReading, message: str) -> Problem:
-    return Problem(
-        source="physics",
-        kind="no_flop_basis",
-        message=message,
-        remedy="phases and counters are not affected; the FLOP basis needs a model gpuidle knows",
-        subject=reading.engine_id,
     )
 
 

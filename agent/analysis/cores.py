@@ -7,17 +7,19 @@ in which engines deal out devices (core by core, in order of index), and held ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.durations import together
-from gpuidle.agent.analysis.enginewindow import EngineWindow, device_peaks
+from gpuidle.agent.analysis.enginewindow import EngineWindow, device_peaks, settle_engine
+from gpuidle.agent.analysis.frames import mean_known
 from gpuidle.agent.analysis.integers import split
 from gpuidle.agent.analysis.peers import group_of, waits
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Evidence, GpuReading, Phase, Shares, StepSeries
+from gpuidle.agent.physics.shapes import ModelShape
 
 BUSY_RATIO, REST_RATIO = 0.5, 0.1
 """A GPU that is active this much of a window in which its core made steps for that little, or the reverse, is
@@ -40,6 +42,40 @@ def cores_of(track: EngineTrack) -> dict[str, EngineTrack]:
         steps = track.steps.popleft()
         track.cores[steps.rank].steps.append(steps)
     return track.cores
+
+
+def settle_cores(
+    track: EngineTrack,
+    reading: EngineReading,
+    window: Pending,
+    seen: Mapping[str, Activity],
+    gpus: Mapping[str, GpuReading],
+    tracks: Mapping[str, GpuTrack],
+    shape_of: Callable[[EngineReading], ModelShape | None],
+) -> dict[str, EngineWindow]:
+    """Settle one engine with its cores and return its window as each device that it holds sees it.
+
+    `seen` are the devices that it holds, `gpus` all that were read at the window's end.
+    """
+    cores = cores_of(track)
+    busy = mean_known([each.active_ns for each in seen.values()])
+    whole = settle_engine(track, reading, window, shape_of(reading), busy)
+    if not cores:
+        return with_waits(dict.fromkeys(seen, whole), [list(seen)], tracks, window)
+    placed = place(reading, cores, list(seen), gpus)
+    done: dict[str, EngineWindow] = {}
+    for rank, core in cores.items():
+        mine = [seen[hw_id].active_ns for hw_id, name in placed.items() if name == rank]
+        own = core_reading(reading, rank)
+        done[rank] = settle_engine(core, own, window, shape_of(own), mean_known(mine))
+    whole = joined(track, whole, list(done.values()))
+    window_ns = window.end_ns - window.start_ns
+    views = {
+        hw_id: on_device(whole, done.get(placed.get(hw_id, "")), each, window_ns)
+        for hw_id, each in seen.items()
+    }
+    groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in cores]
+    return with_waits(views, groups, tracks, window)
 
 
 def core_reading(reading: EngineReading, rank: str) -> EngineReading:
