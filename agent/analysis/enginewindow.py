@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from gpuidle.agent.analysis.durations import together
+from gpuidle.agent.analysis.hostgap import request_throughout
 from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
 from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
@@ -46,6 +47,8 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Work booked in the next window, where this one computed prompts whose tokens come only then."""
     gap_ns: float | None
     """Inactive time a step while requests are running."""
+    throughout: bool = False
+    """Whether a request is known to have been there all the time."""
     clues: Clues
     shares: Shares
     unplaced: bool = False
@@ -112,18 +115,24 @@ def cached_ratio(track: EngineTrack) -> float | None:
     return track.prefix_last[1] / track.prefix_last[0] if track.prefix_last and track.prefix_last[0] else None
 
 
-def _follow(gap: float, past: float) -> float:
-    if gap < 0.5 * past:
-        return 1.0
-    return 0.2 if gap < past else 0.01
-
-
 def _count(track: EngineTrack, steps: StepWindow) -> None:
     for phase, count in steps.steps.items():
         track.steps_total[phase] = track.steps_total.get(phase, 0) + count
     for phase, durations in steps.durations.items():
         past = track.step_durations.get(phase)
         track.step_durations[phase] = durations if past is None else together(past, durations)
+
+
+def _throughout(track: EngineTrack, sums: Sums, window: Pending) -> bool:
+    """Return whether a request was there all the time, by the readings around the window.
+
+    `sums` may be a share of a longer interval, whose gauges are those of its own edges.
+    """
+    around = list(track.sums)
+    for i, each in enumerate(around):
+        if each is sums or (each.start_ns <= window.start_ns and each.end_ns >= window.end_ns):
+            return request_throughout(each, around[i + 1] if i + 1 < len(around) else None)
+    return False
 
 
 def _batch(
@@ -176,12 +185,16 @@ def settle_engine(
         pace_ns, pace_spread = told.step_ns, told.spread
         track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
         track.prompt_token_ns = track.prompt_token_ns if told.token_ns is None else told.token_ns
-    if sums is not None and sums.always_running and busy_ns is not None and sums.counted_steps:
-        # The smallest that lasts: a window may also hold a spell without a request, and one that held none
-        # shows at once what the windows before it were.
-        gap = max(0.0, window_ns - busy_ns) / sums.counted_steps
-        past = track.gap_ns
-        track.gap_ns = gap if past is None else past + _follow(gap, past) * (gap - past)
+    throughout = sums is not None and _throughout(track, sums, window)
+    if sums is not None and busy_ns is not None and sums.counted_steps and sums.moved and not sums.reset:
+        step_ns = busy_ns / sums.counted_steps
+        track.gap.learn(
+            sums.counted_steps,
+            max(0.0, window_ns - busy_ns),
+            step_ns if pace_ns is None else min(step_ns, pace_ns),
+            running=min(count or 0 for count in sums.running),
+            throughout=throughout,
+        )
     clues = Clues(
         window_ns=window_ns,
         busy_ns=busy_ns,
@@ -221,7 +234,8 @@ def settle_engine(
         priced=priced,
         decode=decode,
         lent=lent,
-        gap_ns=track.gap_ns,
+        gap_ns=track.gap.told_ns(),
+        throughout=throughout,
         clues=clues,
         shares=shares,
         series=tuple(s for s in track.steps if s.exact),

@@ -21,6 +21,8 @@ from gpuidle.agent.physics.peaks import DevicePeaks
 
 TENSOR_CEILING_RATIO = 1.0
 """What the tensor pipe's counter reaches at most (0.5 on GeForce: peaks of such cards are not used here)."""
+MOST_USUAL = 2.0
+"""Times the usual gaps of its steps: up to here a window that runs at both edges is taken to hold no rest."""
 
 Throttle = Literal["throttled_power", "throttled_thermal", "throttled_other"]
 
@@ -54,7 +56,7 @@ def _idle_because(engines: Sequence[EngineWindow]) -> IdleBecause:
         return "waiting_peer"
     if all(e.steps is not None for e in engines):
         return "no_request"  # the steps told the gaps with requests apart already
-    if any(e.sums is not None and e.sums.always_running for e in engines):
+    if any(e.throughout for e in engines):
         return "host_gap"
     return "unattributed"
 
@@ -197,12 +199,18 @@ def _host_gap(
     if sums is not None and _ended_at_first(sums) and sums.time_to_first_token_s is not None:
         # Its requests lived no longer than they waited for their only token: the rest had none.
         return min(inactive, max(0.0, sums.time_to_first_token_s * 1e9 - seen.active_ns))
+    return inactive if engine.throughout else _usual_gap(engine, inactive)
+
+
+def _usual_gap(engine: EngineWindow, inactive: float) -> float | None:
+    """Return what the gaps of a window's steps usually take of its inactive time; None: not known."""
+    sums = engine.sums
     if sums is None or sums.reset or sums.counted_steps is None or engine.gap_ns is None:
         return None
     if not sums.moved:
         return None if any(sums.running) or any(sums.waiting) else 0.0
     usual = sums.counted_steps * engine.gap_ns
-    if sums.always_running and inactive <= 3 * usual:
+    if sums.always_running and inactive <= MOST_USUAL * usual:
         return inactive
     return min(inactive, usual)
 

@@ -7,6 +7,7 @@ from collections import deque
 import msgspec
 
 from gpuidle.agent.analysis.fastphase import Levels
+from gpuidle.agent.analysis.hostgap import HostGap
 from gpuidle.agent.analysis.lag import LagTrack
 from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
@@ -111,8 +112,7 @@ class EngineTrack(msgspec.Struct):
     pace: DecodePace = msgspec.field(default_factory=DecodePace)
     pace_ns: float | None = None
     """Time of a decode-only step in the last settled window that told it."""
-    gap_ns: float | None = None
-    """Inactive time a step while requests are running: what the host takes."""
+    gap: HostGap = msgspec.field(default_factory=HostGap)
     prompt_token_ns: float | None = None
     """Time of a prompt token in chunks that ran alone."""
     shares: Shares = NOTHING

@@ -52,13 +52,7 @@ def test_the_idle_time_of_a_prefill_engine_is_no_request_by_token_sums() -> None
         "hot",
         "roles",
         "speculation without prompts",
-        pytest.param(
-            "speculation",
-            marks=pytest.mark.xfail(
-                reason="a host's gap a step is learned from the first window that ran at both edges,"
-                " though it held a spell without a request: host_gap 15 points too much under a light load"
-            ),
-        ),
+        "speculation",
         pytest.param(
             "pipeline",
             marks=pytest.mark.xfail(
