@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from gpuidle.agent.analysis.columns import known, whole
 from gpuidle.agent.model import RATIO_STEP, RUNGS, CounterSeries, GpuReading, Rung
 
 REST_RATIO = 0.05
@@ -89,25 +90,22 @@ def _overlaps(series: CounterSeries, start_ns: int, end_ns: int) -> bool:
 
 
 def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns: int) -> Activity:
-    end = np.concatenate([s.end_ns for s in rows])
-    width = np.concatenate([s.width_ns for s in rows])
+    end, width = whole(rows, "end_ns"), whole(rows, "width_ns")
     inside = np.maximum(0, np.minimum(end, end_ns) - np.maximum(end - width, start_ns))
     covered_ns = int(inside.sum())
+    weights = inside.astype(np.float64)
+
+    def total(name: str) -> float | None:
+        return float(np.dot(whole(rows, name), weights)) if known(rows, name) else None
 
     def ratio(name: str) -> float | None:
-        columns = [getattr(s, name) for s in rows]
-        if any(column is None for column in columns):
-            return None
-        return float(np.dot(np.concatenate(columns).astype(np.float64), inside)) * RATIO_STEP
+        found = total(name)
+        return None if found is None else found * RATIO_STEP
 
-    def rate(names: tuple[str, ...]) -> float | None:
-        columns = [[getattr(s, name) for s in rows] for name in names]
-        if any(column is None for each in columns for column in each):
-            return None
-        return float(sum(np.dot(np.concatenate(each), inside) for each in columns)) / 1e9
-
-    clock = rate(("sm_clock_hz",))
-    apart = rate(("dram_read_bytes_per_s", "dram_write_bytes_per_s"))
+    clock, moved = total("sm_clock_hz"), total("dram_bytes_per_s")
+    read, written = total("dram_read_bytes_per_s"), total("dram_write_bytes_per_s")
+    if read is not None and written is not None:
+        moved = read + written
     return Activity(
         rung=rung,
         observed_ns=min(covered_ns, end_ns - start_ns),
@@ -115,6 +113,6 @@ def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns:
         active_measured=True,
         tensor_ns=ratio("tensor_active"),
         sm_ns=ratio("sm_active"),
-        dram_bytes=rate(("dram_bytes_per_s",)) if apart is None else apart,
-        sm_clock_hz=None if clock is None or not covered_ns else clock * 1e9 / covered_ns,
+        dram_bytes=None if moved is None else moved / 1e9,
+        sm_clock_hz=None if clock is None or not covered_ns else clock / covered_ns,
     )

@@ -194,6 +194,11 @@ class Analyzer:
     def _frame(self, snapshot: Snapshot, before: Snapshot | None, problems: list[Problem]) -> Frame:
         now = {engine.engine_id for engine in snapshot.engines}
         held = holders(snapshot.gpus or (), snapshot.engines)
+        here = {gpu.hw_id: gpu for gpu in snapshot.gpus or ()}
+        engines_of: dict[str, tuple[str, ...]] = {}
+        for key, devices in held.items():
+            for hw_id in devices:
+                engines_of[hw_id] = (*engines_of.get(hw_id, ()), key)
         unique = {(p.source, p.kind, p.subject, p.message): p for p in problems}
         return Frame(
             sequence=snapshot.sequence,
@@ -206,8 +211,8 @@ class Analyzer:
             gpus=tuple(
                 gpu_frame(
                     track,
-                    snapshot,
-                    tuple(key for key, gpus in held.items() if hw_id in gpus),
+                    here.get(hw_id),
+                    engines_of.get(hw_id, ()),
                     self._engines,
                     self._shapes.of,
                     self._price(track.reading),

@@ -71,13 +71,11 @@ def device_peaks(reading: GpuReading) -> DevicePeaks | None:
 
 def holders(gpus: Sequence[GpuReading], engines: Sequence[EngineReading]) -> dict[str, tuple[str, ...]]:
     """Return the devices that each engine's processes hold, by engine_id."""
-    held: dict[str, tuple[str, ...]] = {}
-    for engine in sorted(engines, key=lambda e: e.engine_id):
-        pids = set(engine.pids)
-        held[engine.engine_id] = tuple(
-            gpu.hw_id for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())
-        )
-    return held
+    on = {gpu.hw_id: {process.pid for process in gpu.processes or ()} for gpu in gpus}
+    return {
+        engine.engine_id: tuple(hw_id for hw_id, pids in on.items() if not pids.isdisjoint(engine.pids))
+        for engine in sorted(engines, key=lambda e: e.engine_id)
+    }
 
 
 def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | None:

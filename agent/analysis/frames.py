@@ -13,25 +13,24 @@ from gpuidle.agent.model import (
     Evidence,
     Figure,
     GpuFrame,
+    GpuReading,
     Peak,
     Rung,
-    Snapshot,
 )
 from gpuidle.agent.physics.shapes import ModelShape
 
 
 def gpu_frame(
     track: GpuTrack,
-    snapshot: Snapshot,
+    here: GpuReading | None,
     engine_ids: tuple[str, ...],
     engines: Mapping[str, EngineTrack],
     shape_of: Callable[[EngineReading], ModelShape | None],
     price_per_hour: float | None,
     currency: str,
 ) -> GpuFrame:
-    """Return one device's row; a device that was not read in this snapshot shows totals only."""
+    """Return one device's row; one that was not read just now (`here` is None) shows totals only."""
     known = track.reading
-    here = next((gpu for gpu in snapshot.gpus or () if gpu.hw_id == known.hw_id), None)
     peaks = device_peaks(known)
     dtypes = {shape.compute_dtype for key in engine_ids if (shape := shape_of(engines[key].reading))}
     dtype = dtypes.pop() if len(dtypes) == 1 else "bf16"
@@ -46,6 +45,7 @@ def gpu_frame(
         )
     trailing = list(track.trailing)
     rung: Rung = track.rung
+    tensor_active = _ratio(trailing, "tensor_cycles_ns", rung)
     held = {pid for key in engine_ids for pid in engines[key].reading.pids}
     processes = None if here is None or here.processes is None else here.processes
     return GpuFrame(
@@ -63,8 +63,8 @@ def gpu_frame(
         phases=track.shares,
         phases_total_ns=dict(track.phases_total_ns),
         reclaimable_total_ns=track.reclaimable_total_ns,
-        idle=_idle(trailing, rung),
-        tensor_active=_ratio(trailing, "tensor_cycles_ns", rung),
+        idle=_idle(trailing, tensor_active, rung),
+        tensor_active=tensor_active,
         sm_active=_ratio(trailing, "sm_ns", rung),
         dram_bandwidth=_bandwidth(trailing, peak, rung),
         roofline_attained=_attained(trailing),
@@ -178,11 +178,11 @@ def _figure(value: float, low: float, high: float, evidence: Evidence, seen_ns: 
 
 def _ratio(trailing: Sequence[Settled], name: str, rung: Rung) -> Figure | None:
     """Integrate a time over the windows in which it is known; None if there is none."""
-    rows = [row for row in trailing if getattr(row, name) is not None and row.observed_ns]
-    seen_ns = sum(row.observed_ns for row in rows)
+    rows = [(ns, row.observed_ns) for row in trailing if (ns := getattr(row, name)) is not None]
+    seen_ns = sum(observed_ns for _, observed_ns in rows)
     if not seen_ns:
         return None
-    value = sum(getattr(row, name) for row in rows) / seen_ns
+    value = sum(ns for ns, observed_ns in rows if observed_ns) / seen_ns
     evidence: Evidence = "estimated" if rung == "nvml" else "measured"
     return _figure(value, value, value, evidence, seen_ns, rung)
 
@@ -206,7 +206,7 @@ def _attained(trailing: Sequence[Settled]) -> Figure | None:
     return _figure(value, value, value, "estimated", sum(row.observed_ns for row in rows), "work model")
 
 
-def _idle(trailing: Sequence[Settled], rung: Rung) -> dict[str, Figure]:
+def _idle(trailing: Sequence[Settled], tensor: Figure | None, rung: Rung) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     rows = [row for row in trailing if row.useful_ns is not None and row.observed_ns]
     seen_ns = sum(row.observed_ns for row in rows)
@@ -215,7 +215,6 @@ def _idle(trailing: Sequence[Settled], rung: Rung) -> dict[str, Figure]:
         figures["flops"] = _figure(
             1 - middle / seen_ns, 1 - high / seen_ns, 1 - low / seen_ns, "estimated", seen_ns, "work model"
         )
-    tensor = _ratio(trailing, "tensor_cycles_ns", rung)
     if tensor is not None:
         idle = 1 - tensor.value
         figures["tensor_pipe"] = _figure(idle, idle, idle, tensor.evidence, tensor.window_ns, rung)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from gpuidle.agent.analysis.columns import whole
 from gpuidle.agent.analysis.durations import durations_of
 from gpuidle.agent.analysis.integers import clip_to, split
 from gpuidle.agent.analysis.prompts import prefill_steps
@@ -256,15 +257,13 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
     usable = [s for s in series if s.prefill_tokens is not None and s.decode_tokens is not None and len(s)]
     if not usable:
         return None
-    start = np.concatenate([s.start_ns for s in usable])
-    end = np.concatenate([s.end_ns for s in usable])
-    prefill = np.concatenate([s.prefill_tokens for s in usable if s.prefill_tokens is not None]) > 0
-    decode = np.concatenate([s.decode_tokens for s in usable if s.decode_tokens is not None]) > 0
+    start, end = whole(usable, "start_ns"), whole(usable, "end_ns")
+    prefill, decode = whole(usable, "prefill_tokens") > 0, whole(usable, "decode_tokens") > 0
     if (end[1:] < end[:-1]).any():
         order = np.argsort(end, kind="stable")
         start, end, prefill, decode = start[order], end[order], prefill[order], decode[order]
     # Those that ended in the window, then those that end after it: some of them began in it.
-    first, last = np.searchsorted(end, (start_ns, end_ns), side="right")
+    first, last = end.searchsorted((start_ns, end_ns), side="right").tolist()
     begun = np.flatnonzero(start[last:] < end_ns)
     here = slice(first, last + (begun[-1] + 1 if len(begun) else 0))
     clipped = np.maximum(0, np.minimum(end[here], end_ns) - np.maximum(start[here], start_ns))
@@ -285,7 +284,7 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
     if busy_ns > window_ns:  # steps of two overlapping sources: their shares still hold
         times = dict(zip(times, split(window_ns, list(times.values())), strict=True))
         busy_ns = window_ns
-    with_requests = _gaps_with_requests(start, end, prefill, decode, start_ns, end_ns)
+    with_requests = _gaps_with_requests(start, end, prefill, decode, start_ns, end_ns, first, last)
     with_requests = min(with_requests, window_ns - busy_ns)
     exact = all(s.exact for s in usable)
     containing = times["prefill"] + times["mixed"]
@@ -315,20 +314,22 @@ def _gaps_with_requests(
     decode: np.ndarray[tuple[int], np.dtype[np.bool_]],
     start_ns: int,
     end_ns: int,
+    first: int,
+    last: int,
 ) -> int:
-    """Return the gap time in the window in which a sequence was alive.
+    """Return the gap time in the window in which a sequence was alive; it ended the steps `first` to `last`.
 
     A decode row after a gap belongs to a sequence that lived through it. A prefill-only step after a gap may
     be the next chunk of a prompt: it is taken for one when the gap is as short as the gaps before decodes.
     """
-    if len(end) < 2:
-        return 0
-    gap_start, gap_end = end[:-1], start[1:]
-    alive = decode[1:]
-    chunk = ~alive & prefill[1:] & prefill[:-1]
+    before, after = slice(max(0, first - 1), min(last, len(end) - 1)), slice(max(1, first), last + 1)
+    gap_start, gap_end = end[before], start[after]
+    alive = decode[after]
+    chunk = ~alive & prefill[after] & prefill[before]
     clipped = np.maximum(0, np.minimum(gap_end, end_ns) - np.maximum(gap_start, start_ns))
     if chunk.any():
         lengths = np.maximum(0, gap_end - gap_start)
-        usual_ns = float(np.median(lengths[alive])) if alive.any() else 0.0
+        usual = np.maximum(0, start[1:] - end[:-1])[decode[1:]]
+        usual_ns = float(np.median(usual)) if len(usual) else 0.0
         alive = alive | (chunk & (lengths <= max(3 * usual_ns, 2e6)))
     return int(clipped[alive].sum())

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.collectives import collectives_ns
+from gpuidle.agent.analysis.columns import known, whole
 from gpuidle.agent.analysis.windowwork import TILE_ROWS, WindowWork
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, EngineReading, StepSeries
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
@@ -64,32 +65,26 @@ def steps_of(
     ):
         return None
 
-    def whole(name: str) -> Ints:
-        found: Ints = getattr(usable[0], name)
-        return found if len(usable) == 1 else np.concatenate([getattr(s, name) for s in usable])
-
-    start, end = whole("start_ns"), whole("end_ns")
+    start, end = whole(usable, "start_ns"), whole(usable, "end_ns")
     inside = np.minimum(end, end_ns) - np.maximum(start, start_ns)
     keep: Any = inside > 0
-    if not keep.any():
+    touching = np.count_nonzero(keep)
+    if not touching:
         return None
-    if keep.all():
+    if touching == len(keep):
         keep = slice(None)
 
     def column(name: str) -> Ints:
-        found: Ints = whole(name)[keep]
+        found: Ints = whole(usable, name)[keep]
         return found
 
     start, end, inside = start[keep], end[keep], inside[keep]
     prefill, decode = column("prefill_tokens"), column("decode_tokens")
     context, sequences = column("kv_tokens"), column("sequences")
 
-    def known(name: str) -> bool:
-        return all(getattr(s, name) is not None for s in usable)
-
     nothing = np.zeros(len(start), dtype=np.int64)
-    drafting = known("draft_tokens") and known("accepted_tokens")
-    repeating = known("recomputed_tokens")
+    drafting = known(usable, "draft_tokens") and known(usable, "accepted_tokens")
+    repeating = known(usable, "recomputed_tokens")
     drafts = column("draft_tokens") if drafting else nothing
     rejected = np.maximum(0, drafts - column("accepted_tokens")) if drafting else nothing
     again = column("recomputed_tokens") if repeating else nothing
@@ -97,7 +92,7 @@ def steps_of(
     prompts = np.maximum(sequences - decoding_sequences, prefill > 0)
     tokens = prefill + decode
     rows = decode + prompts
-    if known("delivered_tokens"):
+    if known(usable, "delivered_tokens"):
         rows = np.minimum(column("delivered_tokens") + rejected, tokens)
     alone = prefill == 0
     # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
@@ -105,9 +100,11 @@ def steps_of(
     those = float(decoding_sequences[alone].sum())
     decoding = float(context[alone].sum()) / those if those else math.inf
     of_decodes = np.minimum(context, decoding_sequences * decoding) if decoding < math.inf else context
-    # What the cache had of the prompts is known on average only.
-    found = prefill * (hit_ratio / (1 - min(0.99, hit_ratio)))
-    before = np.minimum(_chunks_before(prefill, tokens, reading) + found, context - of_decodes)
+    before: Any = _chunks_before(prefill, tokens, reading)
+    if hit_ratio:
+        # What the cache had of the prompts is known on average only.
+        before = before + prefill * (hit_ratio / (1 - min(0.99, hit_ratio)))
+    before = np.minimum(before, context - of_decodes)
     chunk = prefill / np.maximum(1, prompts)
     # Of each sequence the last token, and its drafts.
     each = decode / np.maximum(1, decoding_sequences) if drafting else 1.0

@@ -7,6 +7,7 @@ part can be dropped by a formula that does not know it.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -95,7 +96,7 @@ class Attention(msgspec.Struct, frozen=True):
         return self.latent_dim + self.rope_dim
 
 
-class ModelShape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True, dict=True):
     """A model's text part. Build it with `shape_from_config`; all sizes are of the whole model."""
 
     name: str
@@ -136,7 +137,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Weights that one token is multiplied with, lm_head included: its linear FLOPs are twice this."""
         return sum(m.active_parameters for m in self.matmuls)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         """Bytes of all matrices as stored, each read once, every expert included; no tables, no vectors."""
         return sum(m.parameters * m.format.bits / 8 for m in self.matmuls)
@@ -160,7 +161,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         b = self.kv_dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes
         return sum(a.layers * a.kv_elements_per_token for a in self.attentions) * b
 
-    @property
+    @cached_property
     def compute_dtype(self) -> str:
         """The dtype of the largest share of the linear FLOPs."""
         shares: dict[str, int] = {}
@@ -173,7 +174,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Whether any layer has a sliding window."""
         return any(a.window is not None for a in self.attentions)
 
-    @property
+    @cached_property
     def latent(self) -> bool:
         """Whether the cache holds compressed vectors (MLA)."""
         return any(a.latent_dim is not None for a in self.attentions)

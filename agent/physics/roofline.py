@@ -36,7 +36,7 @@ def compute_time_s(
     """Return the seconds at the dense peak of each op's dtype: sum over dtypes of FLOPs / peak."""
     total: Column = 0.0
     for dtype, flops in (work.executed_flops if executed else work.flops).items():
-        if np.any(np.asarray(flops) != 0):
+        if np.count_nonzero(flops):
             total = total + flops / peaks.rate(dtype, at_max_clock=at_max_clock)
     return total
 

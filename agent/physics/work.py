@@ -170,14 +170,15 @@ def work(
         seen, read_here = _seen(a, t, pairs, reads, windowed_attention_pairs, windowed_kv_read_tokens)
         scale = a.layers / tp / pp
         flops = scale * a.flops_per_pair * seen
-        expanding: Column = 0.0
         if a.latent_dim is not None:
             absorbed = np.where(t <= rows, pairs, 0.0) if decode_pairs is None else _float(decode_pairs)
             in_decode = np.minimum(absorbed, pairs) * _part(seen, pairs)
             flops = flops + scale * in_decode * (a.absorbed_flops_per_pair - a.flops_per_pair)
             width = a.heads * (a.key_dim - a.rope_dim + a.value_dim)
             expanding = scale * 2.0 * a.latent_dim * width * _float(expanded_tokens)
-        _add(executed, "bf16", flops + expanding)
+            _add(executed, "bf16", flops + expanding)
+        else:
+            _add(executed, "bf16", flops)
         if not keeps_all:
             thrown = scale * a.absorbed_flops_per_pair * _float(rejected_pairs)
             flops = flops - thrown * _part(seen, pairs)
@@ -317,7 +318,7 @@ def _collectives(
     hidden = shape.hidden * shape.activation_bytes
     moe_layers = max((m.layers for m in shape.matmuls if m.part == "expert"), default=0)
     messages: NDArray[np.float64] = np.zeros(()) * steps
-    payload: NDArray[np.float64] = np.zeros(()) * tokens
+    payload: NDArray[np.float64] = np.zeros(tokens.shape)
     if tp > 1:
         reduces = 2 * shape.layers - (moe_layers if expert_groups > 1 else 0) + 1
         messages = messages + steps * (reduces + 1) / pp
@@ -347,7 +348,7 @@ def _float(value: Number) -> NDArray[np.float64]:
 
 
 def _column(value: NDArray[np.float64]) -> Column:
-    return float(value) if np.ndim(value) == 0 else value
+    return float(value) if value.ndim == 0 else value
 
 
 def _total(sums: Mapping[str, Column]) -> Column:
