@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.deploy.sessions import (
     ALL,
     HALF_EMPTY,
@@ -30,8 +29,9 @@ from tests.deploy.sessions import (
     scraped,
 )
 
-from gpuidle.agent.model import Snapshot, column
+from gpuidle.agent.model import Snapshot
 from gpuidle.collectors.simulator.node import Visible
+from gpuidle.collectors.simulator.options import ClockSpell
 from gpuidle.collectors.simulator.scenario import GpuSpec, Scenario
 from gpuidle.exporters.catalogue import CATALOGUE
 from gpuidle.exporters.naming import label_name
@@ -208,27 +208,20 @@ def test_a_node_whose_engine_cannot_be_asked_is_blind(tmp_path: Path) -> None:
 
 
 @needs_promtool
-def test_a_clock_held_down_by_heat_is_told(tmp_path: Path) -> None:
-    prompts = Scenario(seed=1, gpus=(GpuSpec(),) * 2, engines=(PROMPTS,), hostname="hot")
-
-    def hot(snapshot: Snapshot, _seconds: float) -> Snapshot:
-        """At half the clock the same work keeps the tensor pipe twice as long."""
-        cards = tuple(
-            msgspec.structs.replace(gpu, clock_events=("hw_thermal",)) for gpu in snapshot.gpus or ()
-        )
-        counters = tuple(
-            replace(
-                each,
-                tensor_active=column(np.minimum(2 * each.tensor_active.astype("i8"), 50_000), "u2"),
-                sm_clock_hz=each.sm_clock_hz / 2,
-            )
-            for each in snapshot.counters
-            if each.tensor_active is not None and each.sm_clock_hz is not None
-        )
-        return msgspec.structs.replace(snapshot, gpus=cards, counters=counters)
-
-    found = firing(tmp_path, node(prompts, 45, hot), 44, ("gpuidle_cause",))
-    assert found == ['{alertname="GpuidleThrottled", gpuidle_cause="throttled_thermal"}']
+def test_clocks_held_down_by_heat_and_by_a_power_cap_are_told_apart(tmp_path: Path) -> None:
+    capped = replace(PROMPTS, name="capped", gpus=(2, 3))
+    held_down = Scenario(
+        seed=1,
+        gpus=(GpuSpec(), GpuSpec(), *(GpuSpec(power_cap_watts=300.0),) * 2),
+        engines=(PROMPTS, capped),
+        clocks=(ClockSpell(0, 0.5), ClockSpell(1, 0.5)),
+        hostname="held-down",
+    )
+    found = firing(tmp_path, node(held_down, 30), 29, ("gpuidle_cause",))
+    assert sorted(found) == [
+        '{alertname="GpuidleThrottled", gpuidle_cause="throttled_power"}',
+        '{alertname="GpuidleThrottled", gpuidle_cause="throttled_thermal"}',
+    ]
 
 
 @needs_promtool
