@@ -8,12 +8,14 @@ the gap was.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from gpuidle.agent.analysis.activity import activity, without_lone_rest, without_stale_rest
 from gpuidle.agent.analysis.cores import prune_steps, settle_cores
 from gpuidle.agent.analysis.counting import count_engine
+from gpuidle.agent.analysis.deadcounter import without_dead_tensor
 from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, sums_within
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame
 from gpuidle.agent.analysis.settle import settle_gpu
@@ -80,6 +82,7 @@ class Analyzer:
             if series.hw_id in self._gpus and len(series):
                 track = self._gpus[series.hw_id]
                 track.counters.append(series)
+                track.zeros.add(series)
                 track.counted_ns = max(track.counted_ns or 0, int(series.end_ns[-1]))
                 track.sample_ns = int(series.width_ns[-1])
         for engine in snapshot.engines:
@@ -144,6 +147,7 @@ class Analyzer:
             if key in window.engines or abs(window.end_ns - track.last_seen_ns) < MISSING_NS
         }
         held = holders(list(gpus.values()), list(engines.values()))
+        problems += self._dead(window, {key: held[key] for key in engines})
         seen = {
             hw_id: activity(list(track.counters), gpus.get(hw_id), *span, window.observed_ns)
             for hw_id, track in self._gpus.items()
@@ -178,6 +182,14 @@ class Analyzer:
                     each.sums.popleft()
             prune_steps(track, window.end_ns)
         return problems
+
+    def _dead(self, window: Pending, held: Mapping[str, Sequence[str]]) -> list[Problem]:
+        """Take the samples of dead counters out of what the window settles by."""
+        found = []
+        for hw_id, gpu in self._gpus.items():
+            here = [self._engines[key] for key, devices in held.items() if hw_id in devices]
+            found.append(without_dead_tensor(gpu, window, here, self._shapes.of))
+        return [each for each in found if each is not None]
 
     def _price(self, device: GpuReading) -> float | None:
         key = (device.name, device.memory_total_bytes)

@@ -11,7 +11,7 @@ from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
 from gpuidle.agent.analysis.peers import idle_wait
 from gpuidle.agent.analysis.rates import Sums
-from gpuidle.agent.analysis.stepwork import step_terms
+from gpuidle.agent.analysis.stepwork import step_terms, tiles_ns
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
     REACHABLE_BANDWIDTH_RATIO,
@@ -93,7 +93,7 @@ def evidence_of(
     elif host_gap is not None:
         because = "no_request"
     excess, talk = _excess(track, seen, one, peaks)
-    padding = _padding(one, peaks)
+    padding = _padding(one, seen, peaks)
     if useful_ns is not None and peaks is not None:
         room_ns = tensor_ns
         if tensor_ns is not None and tensor_ns < useful_ns and counter_is_dead(track, useful_ns, tensor_ns):
@@ -130,8 +130,10 @@ def evidence_of(
     )
 
 
-def _padding(engine: EngineWindow | None, peaks: DevicePeaks | None) -> float | None:
+def _padding(engine: EngineWindow | None, seen: Activity, peaks: DevicePeaks | None) -> float | None:
     """Estimate the padding of the decode steps of a window, where no counter shows the pipe."""
+    if engine is not None and peaks is not None and engine.priced is not None and seen.tensor_ns is None:
+        return tiles_ns(engine.priced, peaks)
     if engine is None or engine.decode is None or peaks is None or not engine.clues.pace_ns:
         return None
     steps = engine.shares.decode_ns / engine.clues.pace_ns

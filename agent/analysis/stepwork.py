@@ -240,3 +240,12 @@ def step_terms(
         memory_ns=float(np.dot(bound, steps.share)),
         communication_ns=float(np.dot(np.minimum(talking, rest - bound), steps.share)),
     )
+
+
+def tiles_ns(steps: Steps, peaks: DevicePeaks) -> float | None:
+    """Estimate the pipe's time for rows that fill up tiles, ns; None where the device's peak is not known."""
+    try:
+        useful = np.asarray(compute_time_s(steps.work, peaks)) * 1e9
+    except NoPeak:
+        return None
+    return float(np.dot(useful * np.maximum(0.0, np.asarray(steps.padded) - 1.0), steps.share))

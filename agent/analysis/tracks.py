@@ -13,6 +13,7 @@ from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.analysis.reclaim import Known
 from gpuidle.agent.analysis.referee import Claims
+from gpuidle.agent.analysis.zeros import Zeros
 from gpuidle.agent.model import (
     CAUSES,
     ESTIMABLE,
@@ -77,6 +78,7 @@ class GpuTrack(msgspec.Struct):
     """End of the last sample; None: no fast counter was seen."""
     sample_ns: int = 0
     """Width of the last sample."""
+    zeros: Zeros = msgspec.field(default_factory=Zeros)
     claims: deque[Claims] = msgspec.field(default_factory=deque)
     """Of the trailing window, where one engine is on the device."""
     verdicts: tuple[Problem, ...] = ()
