@@ -8,7 +8,6 @@ import numpy as np
 
 from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.enginewindow import EngineWindow
-from gpuidle.agent.analysis.evidence import useful_s
 from gpuidle.agent.analysis.referee import Case, Claims, referee
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending
 from gpuidle.agent.analysis.windowwork import window_steps
@@ -28,9 +27,13 @@ def judge(
     seen: Activity,
     engines: Sequence[EngineWindow],
     peaks: DevicePeaks | None,
+    seconds: tuple[float, float, float] | None,
     trailing_ns: int,
 ) -> list[Problem]:
-    """Add a settled window to what is held against each other, and return the verdicts."""
+    """Add a settled window to what is held against each other, and return the verdicts.
+
+    `seconds` are those of the engines' useful work (`useful_s`).
+    """
     one = engines[0] if len(engines) == 1 else None
     if one is None or peaks is None or one.shape is None or one.unplaced or seen.rung == "nvml":
         track.claims.clear()
@@ -41,7 +44,7 @@ def judge(
         track.claims.clear()
         track.judged_of, track.judged_ns = key, window.end_ns
         track.verdicts = ()
-    track.claims.append(claims_of(window, seen, one, one.shape, peaks))
+    track.claims.append(claims_of(window, seen, one, one.shape, peaks, seconds))
     while track.claims[0].end_ns <= window.end_ns - trailing_ns:
         track.claims.popleft()
     if window.end_ns - track.judged_ns >= AGAIN_NS:
@@ -51,15 +54,19 @@ def judge(
 
 
 def claims_of(
-    window: Pending, seen: Activity, engine: EngineWindow, shape: ModelShape, peaks: DevicePeaks
+    window: Pending,
+    seen: Activity,
+    engine: EngineWindow,
+    shape: ModelShape,
+    peaks: DevicePeaks,
+    seconds: tuple[float, float, float] | None,
 ) -> Claims:
     """Return what was said of the window."""
     window_ns = window.end_ns - window.start_ns
-    seconds = useful_s([engine], peaks)
     work, sums, priced, place = engine.work, engine.sums, engine.priced, engine.reading.parallelism
     rows, steps = 0.0, None
     if priced is not None:
-        rows, steps = float(np.dot(priced.tokens, priced.share)), float(np.sum(priced.share))
+        rows, steps = float(np.dot(priced.tokens, priced.share)), float(priced.share.sum())
     elif sums is not None:
         rows = ((sums.prefill_tokens or 0) + (sums.decode_tokens or 0)) / sums.cores
         counted = window_steps(sums, engine.reading)

@@ -25,11 +25,11 @@ def durations_of(lengths_ns: NDArray[np.int64]) -> Durations | None:
     lengths_ns = lengths_ns[lengths_ns > 0]
     if not len(lengths_ns):
         return None
-    found = np.searchsorted(_UPPER_NS, lengths_ns, side="left")
+    found = _UPPER_NS.searchsorted(lengths_ns)
     first = int(found.min())
     return Durations(
         offset=_FIRST + first,
-        counts=tuple(np.bincount(found - first).tolist()),
+        counts=tuple(np.bincount(found)[first:].tolist()),
         sum_ns=_total(lengths_ns),
     )
 

@@ -46,7 +46,7 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     lent: WindowWork | None
     """Work booked in the next window, where this one computed prompts whose tokens come only then."""
     gap_ns: float | None
-    """Inactive time a step while requests are running."""
+    """Inactive time a step while requests are running, for windows without steps."""
     throughout: bool = False
     """Whether a request is known to have been there all the time."""
     clues: Clues
@@ -232,7 +232,7 @@ def settle_engine(
         priced=priced,
         decode=decode,
         lent=lent,
-        gap_ns=track.gap.told_ns(),
+        gap_ns=None if steps is not None else track.gap.told_ns(),
         throughout=throughout,
         clues=clues,
         shares=shares,

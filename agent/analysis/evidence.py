@@ -76,11 +76,14 @@ def evidence_of(
     seen: Activity,
     engines: Sequence[EngineWindow],
     peaks: DevicePeaks | None,
+    seconds: tuple[float, float, float] | None,
 ) -> Evidence:
-    """Return what is known of the device in the window; `engines` are those with a process on it."""
+    """Return what is known of the device in the window; `engines` are those with a process on it.
+
+    `seconds` are theirs by `useful_s`.
+    """
     window_ns = window.end_ns - window.start_ns
     clock = _clock_ratio(seen, peaks)
-    seconds = useful_s(engines, peaks)
     memory_ns, measured = _memory_ns(seen, engines, peaks)
     because = _idle_because(engines)
     useful_ns = None if seconds is None else seconds[1] * 1e9 / max(1.0, clock)

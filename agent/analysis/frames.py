@@ -179,10 +179,10 @@ def _figure(value: float, low: float, high: float, evidence: Evidence, seen_ns: 
 def _ratio(trailing: Sequence[Settled], name: str, rung: Rung) -> Figure | None:
     """Integrate a time over the windows in which it is known; None if there is none."""
     rows = [(ns, row.observed_ns) for row in trailing if (ns := getattr(row, name)) is not None]
-    seen_ns = sum(observed_ns for _, observed_ns in rows)
+    seen_ns = sum([observed_ns for _, observed_ns in rows])
     if not seen_ns:
         return None
-    value = sum(ns for ns, observed_ns in rows if observed_ns) / seen_ns
+    value = sum([ns for ns, observed_ns in rows if observed_ns]) / seen_ns
     evidence: Evidence = "estimated" if rung == "nvml" else "measured"
     return _figure(value, value, value, evidence, seen_ns, rung)
 
@@ -192,7 +192,7 @@ def _bandwidth(trailing: Sequence[Settled], peak: Peak | None, rung: Rung) -> Fi
     seen_ns = sum(row.observed_ns for row in rows)
     if not seen_ns or peak is None:
         return None
-    value = sum(row.dram_bytes or 0.0 for row in rows) / (seen_ns / 1e9) / peak.memory_bytes_per_s
+    value = sum([row.dram_bytes or 0.0 for row in rows]) / (seen_ns / 1e9) / peak.memory_bytes_per_s
     return _figure(value, value, value, "measured", seen_ns, rung)
 
 

@@ -50,6 +50,7 @@ class HostGap:
         self._bounds: deque[tuple[float, bool]] = deque(maxlen=KEPT)
         self._step_ns = 0.0
         self._told: float | None = None
+        """What the windows tell; found when it is asked for."""
 
     def learn(
         self, steps: int, inactive_ns: float, step_ns: float, *, running: int, throughout: bool
@@ -71,13 +72,15 @@ class HostGap:
         else:
             self._bounds.append((gap, running >= SEVERAL))
         self._step_ns = step_ns
-        self._told = self._find()
+        self._told = None
 
     def told_ns(self) -> float | None:
         """Return the gap of a step; None before the first window that tells anything.
 
         An estimate: where no window is known to have held no rest, what is usual, or less if one shows less.
         """
+        if self._told is None and (self._sure or self._bounds):
+            self._told = self._find()
         return self._told
 
     def _find(self) -> float:

@@ -37,7 +37,8 @@ def settle_gpu(
         track.lag.learn(engines[0].series, rows, window.start_ns)
         known = track.lag.at(window.end_ns)
         track.lag_ns = 0.0 if known is None else known[0]
-    evidence = evidence_of(track, window, reading, seen, engines, peaks)
+    seconds = useful_s(engines, peaks)
+    evidence = evidence_of(track, window, reading, seen, engines, peaks, seconds)
     booked = ledger(evidence)
     _learn_decode(track, seen, engines)
     shares = _gpu_shares(evidence, window, engines)
@@ -53,12 +54,13 @@ def settle_gpu(
     for phase in track.phases_total_ns:
         track.phases_total_ns[phase] += getattr(shares, f"{phase}_ns")
     _reclaim(track, seen, engines, peaks)
-    track.trailing.append(_settled(window, evidence, seen, engines, peaks))
+    track.trailing.append(_settled(window, evidence, seen, engines, peaks, seconds))
     while track.trailing and track.trailing[0].end_ns <= window.end_ns - trailing_ns:
         track.trailing.popleft()
     while track.counters and int(track.counters[0].end_ns[-1]) <= window.end_ns - KEPT_NS:
         track.counters.popleft()
-    return judge(track, window, seen, engines if evidence.owner == "engine" else (), peaks, trailing_ns)
+    judged = engines if evidence.owner == "engine" else ()
+    return judge(track, window, seen, judged, peaks, seconds, trailing_ns)
 
 
 def _gpu_shares(evidence: Evidence, window: Pending, engines: Sequence[EngineWindow]) -> Shares:
@@ -201,13 +203,13 @@ def _settled(
     seen: Activity,
     engines: Sequence[EngineWindow],
     peaks: DevicePeaks | None,
+    seconds: tuple[float, float, float] | None,
 ) -> Settled:
     useful: tuple[float, float, float] | None = None
     if evidence.owner == "unallocated":
         useful = (0.0, 0.0, 0.0)
-    elif evidence.owner in ("engine", "suspended") and engines:
-        seconds = useful_s(engines, peaks)
-        useful = None if seconds is None else (seconds[0] * 1e9, seconds[1] * 1e9, seconds[2] * 1e9)
+    elif evidence.owner in ("engine", "suspended") and seconds is not None:
+        useful = (seconds[0] * 1e9, seconds[1] * 1e9, seconds[2] * 1e9)
     bound_ns: float | None = None
     if useful is not None and peaks is not None and len(engines) == 1 and engines[0].work is not None:
         moved = engines[0].work.bytes_moved

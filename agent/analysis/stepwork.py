@@ -82,18 +82,18 @@ def steps_of(
     prefill, decode = column("prefill_tokens"), column("decode_tokens")
     context, sequences = column("kv_tokens"), column("sequences")
 
-    nothing = np.zeros(len(start), dtype=np.int64)
     drafting = known(usable, "draft_tokens") and known(usable, "accepted_tokens")
     repeating = known(usable, "recomputed_tokens")
-    drafts = column("draft_tokens") if drafting else nothing
-    rejected = np.maximum(0, drafts - column("accepted_tokens")) if drafting else nothing
-    again = column("recomputed_tokens") if repeating else nothing
+    drafts: Any = column("draft_tokens") if drafting else 0
+    rejected: Any = np.maximum(0, drafts - column("accepted_tokens")) if drafting else 0
+    again: Any = column("recomputed_tokens") if repeating else 0
     decoding_sequences = np.maximum(0, decode - drafts) if drafting else decode
     prompts = np.maximum(sequences - decoding_sequences, prefill > 0)
     tokens = prefill + decode
-    rows = decode + prompts
     if known(usable, "delivered_tokens"):
         rows = np.minimum(column("delivered_tokens") + rejected, tokens)
+    else:
+        rows = decode + prompts
     alone = prefill == 0
     # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
     # chunk reads the chunks before it, which filled their steps.
@@ -106,11 +106,9 @@ def steps_of(
         before = before + prefill * (hit_ratio / (1 - min(0.99, hit_ratio)))
     before = np.minimum(before, context - of_decodes)
     chunk = prefill / np.maximum(1, prompts)
-    # Of each sequence the last token, and its drafts.
-    each = decode / np.maximum(1, decoding_sequences) if drafting else 1.0
-    of_rows = np.where(alone, context, of_decodes) * each + decode * (each + 1) / 2
+    of_rows = _row_pairs(np.where(alone, context, of_decodes), decode, decoding_sequences, drafting=drafting)
     of_prompts = prefill * (chunk + 1) / 2 + before * chunk
-    padded = -(-tokens // TILE_ROWS) * TILE_ROWS / np.maximum(tokens, 1)
+    padded = (tokens + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS / np.maximum(tokens, 1)
     place = reading.parallelism
     ask = partial(
         work,
@@ -130,6 +128,14 @@ def steps_of(
         done = msgspec.structs.replace(done, flops=useful.flops)
         padded = padded * tokens / kept
     return Steps(start=start, end=end, share=inside / (end - start), tokens=tokens, padded=padded, work=done)
+
+
+def _row_pairs(context: Ints, decode: Ints, sequences: Ints, *, drafting: bool) -> Any:
+    """Return the keys that decode rows attend to: of each sequence the last token, and its drafts."""
+    if not drafting:
+        return context + decode
+    each = decode / np.maximum(1, sequences)
+    return context * each + decode * (each + 1) / 2
 
 
 def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints:

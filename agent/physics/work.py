@@ -148,7 +148,7 @@ def work(
     reads, count = _float(kv_read_tokens), _float(steps)
     rejected = _float(rejected_rows)
     tp, pp = tensor_parallel, pipeline_parallel
-    keeps_all = all(np.ndim(each) == 0 and not each for each in (rejected_rows, rejected_pairs))
+    keeps_all = not any(isinstance(each, np.ndarray) or each for each in (rejected_rows, rejected_pairs))
     ranks = tp * data_parallel if expert_parallel else tp
     groups = data_parallel if expert_parallel else 1
     sums = _matrices(shape, tp, ranks)
