@@ -35,6 +35,9 @@ class Zeros:
         if told is None:
             return
         run = next((each for each in self.runs if each.rung == series.rung and not each.over), None)
+        if run is None and told[-1]:
+            self._lived.add(series.rung)
+            return
         alive = np.flatnonzero(told)
         end_ns = int(series.end_ns[-1])
         if not len(alive):
