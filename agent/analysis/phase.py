@@ -269,7 +269,7 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
     clipped = np.maximum(0, np.minimum(end[here], end_ns) - np.maximum(start[here], start_ns))
     kinds = prefill[here] + 2 * decode[here]
     names = ("unknown", "prefill", "decode", "mixed")
-    sums = np.bincount(kinds, weights=clipped, minlength=len(names))
+    sums = np.bincount(kinds, weights=clipped, minlength=len(names)).tolist()
     times = {name: int(ns) for name, ns in zip(names, sums, strict=True)}
     ended = kinds[: last - first]
     counts = dict(zip(names, np.bincount(ended, minlength=len(names)).tolist(), strict=True))

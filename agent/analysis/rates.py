@@ -87,9 +87,9 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def at_rest(self) -> bool:
         """Nothing running, nothing waiting at both edges, and no token moved: all of it known."""
-        gauges = (*self.running, *self.waiting)
-        known = self.prefill_tokens is not None and self.generated_tokens is not None
-        return known and not self.moved and not self.reset and all(value == 0 for value in gauges)
+        if self.moved or self.reset or self.prefill_tokens is None or self.generated_tokens is None:
+            return False
+        return all(value == 0 for value in (*self.running, *self.waiting))
 
     @property
     def always_running(self) -> bool:

@@ -122,7 +122,7 @@ def _say(case: Case, kind: str, message: str, remedy: str) -> Problem:
 
 
 def _sum(claims: Sequence[Claims], value: Callable[[Claims], float]) -> float:
-    return sum([value(each) for each in claims])
+    return sum(map(value, claims))
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def _integrals(
     """
     first, last = int(steps.start[0]) + round(lag_ns), int(steps.end[-1]) + round(lag_ns)
     rows = [s for s in counters if len(s) and s.end_ns[-1] > first and s.end_ns[0] - s.width_ns[0] < last]
-    if not rows or 2 * int(rows[0].width_ns[0]) > float(np.mean(steps.end - steps.start)):
+    if not rows or 2 * int(rows[0].width_ns[0]) * len(steps.end) > int((steps.end - steps.start).sum()):
         return None
     if any(
         s.tensor_active is None or s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None
