@@ -1,8 +1,8 @@
 """The ledger against the simulator's truth, for each kind of evidence; GPU 0, whole runs.
 
 Each run has priors of its own, drawn from its seed: what kernels, memory and links reach, launches, gaps of
-the host. The analysis knows none of them. It takes links to be as measured with NCCL on H100; the simulated
-ones are rings that are faster or slower by a factor that is drawn.
+the host. The analysis knows none of them. It takes links to be as measured with NCCL on H100 until it has
+learned better; the simulated ones are rings that are faster or slower by a factor that is drawn.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def rows(evidence: str, seconds: int, seeds: tuple[int, ...], *, verbose: bool) 
 
 
 def links() -> None:
-    """Say what links that are faster or slower do: no counter tells communication from latency."""
+    """Say what links that are faster or slower do: the node's steps have to tell them from launches."""
     for load, arrivals in (
         ("mixed", Poisson(per_second=1.5, mix=CHATS)),
         ("saturated", ClosedLoop(users=160, mix=CHATS)),

@@ -37,3 +37,17 @@ def collectives_ns(messages: Column, payload_bytes: Column, ranks: int) -> Colum
     each = np.maximum(each, size * _LAST_NS_PER_BYTE[known])
     found = np.where(np.asarray(messages) > 0, messages * each, 0.0)
     return found if np.ndim(found) else float(found)
+
+
+def line_ns(messages: Column, payload_bytes: Column, ranks: int) -> Column:
+    """Return the same with messages of all sizes on the straight line between the ends of the table.
+
+    A ring takes so long per hop and so long per byte; what was measured lies above its line where the library
+    changes from one protocol to another.
+    """
+    if ranks < 2:
+        return collectives_ns(messages, payload_bytes, ranks)
+    each = float(collectives_ns(1, _BYTES[0], ranks))
+    last = float(collectives_ns(1, _BYTES[-1], ranks))
+    per_byte = (last - each) / (_BYTES[-1] - _BYTES[0])
+    return messages * (each - per_byte * _BYTES[0]) + payload_bytes * per_byte

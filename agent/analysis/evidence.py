@@ -9,14 +9,15 @@ from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
+from gpuidle.agent.analysis.links import Floats, steps_learned, usual_ns
 from gpuidle.agent.analysis.peers import idle_wait
 from gpuidle.agent.analysis.rates import Sums
-from gpuidle.agent.analysis.stepwork import step_terms, tiles_ns
+from gpuidle.agent.analysis.stepwork import step_terms, tiles_ns, unheld_ns
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
     REACHABLE_BANDWIDTH_RATIO,
 )
-from gpuidle.agent.model import GpuReading
+from gpuidle.agent.model import CounterSeries, GpuReading
 from gpuidle.agent.physics.peaks import DevicePeaks
 
 TENSOR_CEILING_RATIO = 1.0
@@ -95,7 +96,7 @@ def evidence_of(
         because = "unattributed"
     elif host_gap is not None:
         because = "no_request"
-    excess, talk = _excess(track, seen, one, peaks)
+    excess, talk = _excess(track, window.end_ns, seen, one, peaks)
     padding = _padding(one, seen, peaks)
     if useful_ns is not None and peaks is not None:
         room_ns = tensor_ns
@@ -221,7 +222,11 @@ def _usual_gap(engine: EngineWindow, inactive: float) -> float | None:
 
 
 def _excess(
-    track: GpuTrack, seen: Activity, engine: EngineWindow | None, peaks: DevicePeaks | None
+    track: GpuTrack,
+    until_ns: int,
+    seen: Activity,
+    engine: EngineWindow | None,
+    peaks: DevicePeaks | None,
 ) -> tuple[float | None, float | None]:
     """Return what DRAM needs beyond the pipe's time, part by part of the window, and the time of messages."""
     if engine is None or peaks is None:
@@ -231,7 +236,8 @@ def _excess(
     if engine.priced is not None:
         rows = [s for s in track.counters if s.rung == seen.rung]
         clock = _clock_ratio(seen, peaks)
-        terms = step_terms(engine.priced, rows, peaks, reachable, ranks, track.lag_ns, clock)
+        own = _messages_ns(track, until_ns, rows, engine)
+        terms = step_terms(engine.priced, rows, peaks, reachable, ranks, track.lag_ns, clock, own)
         return terms.memory_ns, terms.communication_ns
     talk = None if engine.work is None else engine.work.collectives_ns
     shares, clues = engine.shares, engine.clues
@@ -247,6 +253,25 @@ def _excess(
     if seen.dram_bytes is not None:
         memory = min(memory, seen.dram_bytes / reachable * 1e9)
     return min(decode_ns, max(0.0, memory - pipe)), talk
+
+
+def _messages_ns(
+    track: GpuTrack, until_ns: int, counters: Sequence[CounterSeries], engine: EngineWindow
+) -> Floats | None:
+    """Learn from a window's steps how fast the links are; return the time of each step's messages by that.
+
+    None where it is not known.
+    """
+    place, priced = engine.reading.parallelism, engine.priced
+    if priced is None or place.tensor < 2 or place.pipeline > 1:
+        return None
+    usual = usual_ns(priced, place.tensor)
+    # A rank that spins for a peer holds no SM either.
+    if engine.waits is not None and engine.waits.spinning_ns == 0:
+        unheld = unheld_ns(priced, counters, track.lag_ns)
+        track.links = steps_learned(track.links, priced, until_ns, usual, unheld)
+    told = track.links.factor()
+    return None if told is None else told[0] * usual
 
 
 def useful_s(engines: Sequence[EngineWindow], peaks: DevicePeaks | None) -> tuple[float, float, float] | None:

@@ -27,6 +27,8 @@ from gpuidle.agent.physics.work import Work, work
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_DRAM = ("dram_read_bytes_per_s", "dram_write_bytes_per_s")
+
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """Columns of the steps that touch a window, and how much of each lies in it."""
@@ -153,11 +155,17 @@ def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints:
     return np.concatenate(([0], run[:-1]))
 
 
+def table_ns(steps: Steps, tensor_parallel: int) -> Floats:
+    """Return what the messages of each step take by the table of collectives."""
+    found = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
+    return np.broadcast_to(np.asarray(found), steps.start.shape)
+
+
 def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
     """Return the window's work: each step by its part inside the window."""
     flops = {dtype: float(np.dot(value, steps.share)) for dtype, value in steps.work.flops.items()}
     whole = sum(flops.values())
-    talking = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
+    talking = table_ns(steps, tensor_parallel)
     return WindowWork(
         flops_by_dtype=flops,
         flops_low=0.95 * whole,
@@ -168,20 +176,18 @@ def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
 
 
 def _integrals(
-    steps: Steps, counters: Sequence[CounterSeries], lag_ns: float = 0.0
-) -> tuple[Floats, Floats] | None:
-    """Return the pipe's busy ns and DRAM's bytes of each step; None without samples that are short enough.
+    steps: Steps, counters: Sequence[CounterSeries], lag_ns: float, columns: Sequence[tuple[str, ...]]
+) -> list[Floats] | None:
+    """Return the integral of each sum of columns over each step; None without samples that are short enough.
 
-    `lag_ns` is by how much the counters' clock is ahead of the steps'.
+    Columns stay in their own unit, times ns. `lag_ns` is by how much the counters' clock is ahead of the
+    steps'.
     """
     first, last = int(steps.start[0]) + round(lag_ns), int(steps.end[-1]) + round(lag_ns)
     rows = [s for s in counters if len(s) and s.end_ns[-1] > first and s.end_ns[0] - s.width_ns[0] < last]
     if not rows or 2 * int(rows[0].width_ns[0]) * len(steps.end) > int((steps.end - steps.start).sum()):
         return None
-    if any(
-        s.tensor_active is None or s.dram_read_bytes_per_s is None or s.dram_write_bytes_per_s is None
-        for s in rows
-    ):
+    if any(getattr(s, name) is None for s in rows for names in columns for name in names):
         return None
 
     edges = np.stack([steps.start, steps.end]) + round(lag_ns)
@@ -193,14 +199,30 @@ def _integrals(
 
     width, end = column("width_ns"), column("end_ns")
     knots = np.append(end[0] - width[0], end)
-    pipe = np.append(0.0, np.cumsum(column("tensor_active") * (RATIO_STEP * width)))
-    moved = column("dram_read_bytes_per_s") + column("dram_write_bytes_per_s")
-    bytes_ = np.append(0.0, np.cumsum(moved * (width / 1e9)))
-    busy, read = (
-        np.diff(np.interp(edges, knots, pipe), axis=0),
-        np.diff(np.interp(edges, knots, bytes_), axis=0),
-    )
-    return busy[0], read[0]
+    weight = width.astype(np.float64)
+
+    def over_steps(names: tuple[str, ...]) -> Floats:
+        rate = column(names[0])
+        for name in names[1:]:
+            rate = rate + column(name)
+        sums = np.append(0.0, np.cumsum(rate * weight))
+        inside: Floats = np.diff(np.interp(edges, knots, sums), axis=0)[0]
+        return inside
+
+    return [over_steps(names) for names in columns]
+
+
+def unheld_ns(steps: Steps, counters: Sequence[CounterSeries], lag_ns: float = 0.0) -> Floats | None:
+    """Return of each step how long it was active without a warp on the SMs, ns.
+
+    NaN for steps that began before the counters did; None without samples that are short enough.
+    """
+    found = _integrals(steps, counters, lag_ns, (("gr_active",), ("sm_active",)))
+    if found is None:
+        return None
+    begin = min(int(s.end_ns[0] - s.width_ns[0]) for s in counters if len(s))
+    unheld = np.maximum(0.0, found[0] - found[1]) * RATIO_STEP
+    return np.where(steps.start + round(lag_ns) >= begin, unheld, np.nan)
 
 
 class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,29 +241,31 @@ def step_terms(
     tensor_parallel: int,
     lag_ns: float = 0.0,
     clock_ratio: float = 1.0,
+    messages_ns: Floats | None = None,
 ) -> StepTerms:
     """Return the memory-bound and communication terms step by step.
 
     Samples are integrated over each step. Where they are not shorter than the steps a step's edge would
     smear into its neighbour: then the work model stands for the counters, with rows that fill up tiles and
-    at the window's SM clock over the sheet's.
+    at the window's SM clock over the sheet's. `messages_ns` is the time of each step's messages, the
+    table's where it is not known.
     """
     length = steps.end - steps.start
     try:
         useful = np.asarray(compute_time_s(steps.work, peaks)) * 1e9
     except NoPeak:
         useful = np.zeros(len(length))
-    seen = _integrals(steps, counters, lag_ns)
+    seen = _integrals(steps, counters, lag_ns, (("tensor_active",), _DRAM))
     if seen is None:
         busy = useful * steps.padded / clock_ratio
         memory = np.asarray(steps.work.total_bytes) / reachable_bytes_per_s * 1e9
     else:
-        busy, moved = seen
+        busy, moved = seen[0] * RATIO_STEP, seen[1] / 1e9
         memory = moved / reachable_bytes_per_s * 1e9
     executed = np.minimum(length, np.maximum(busy, np.minimum(useful, 1.05 * busy)))
     rest = length - executed
     bound = np.minimum(rest, np.maximum(0.0, memory - executed))
-    talking = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
+    talking = table_ns(steps, tensor_parallel) if messages_ns is None else messages_ns
     return StepTerms(
         memory_ns=float(np.dot(bound, steps.share)),
         communication_ns=float(np.dot(np.minimum(talking, rest - bound), steps.share)),

@@ -9,6 +9,7 @@ import msgspec
 from gpuidle.agent.analysis.fastphase import Levels
 from gpuidle.agent.analysis.hostgap import HostGap
 from gpuidle.agent.analysis.lag import LagTrack
+from gpuidle.agent.analysis.links import LinkFit
 from gpuidle.agent.analysis.pace import DecodePace
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.analysis.reclaim import Known
@@ -87,6 +88,8 @@ class GpuTrack(msgspec.Struct):
     lag: LagTrack = msgspec.field(default_factory=LagTrack)
     lag_ns: float = 0.0
     """By how much the counters' clock is taken to be ahead of the engine's; 0 while that is not clear."""
+    links: LinkFit = LinkFit()
+    """How long messages between ranks take over what they usually do."""
 
 
 class EngineTrack(msgspec.Struct):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuidle.agent.analysis.collectives import collectives_ns
+from gpuidle.agent.analysis.collectives import collectives_ns, line_ns
 
 
 def test_messages_take_what_was_measured() -> None:
@@ -33,3 +33,15 @@ def test_columns_are_as_their_rows() -> None:
 @given(st.floats(1.0, 1e10), st.floats(1.0, 4.0), st.sampled_from([2, 4, 8]))
 def test_a_larger_message_takes_longer(size: float, times: float, ranks: int) -> None:
     assert collectives_ns(1.0, size, ranks) <= collectives_ns(1.0, size * times, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_line_meets_the_table_at_its_ends_and_is_straight_between_them(ranks: int) -> None:
+    small, large = 2.0**15, 2.0**29
+    ends = [float(line_ns(1.0, size, ranks)) for size in (small, large)]
+    assert ends == pytest.approx([collectives_ns(1.0, size, ranks) for size in (small, large)])
+    assert line_ns(1.0, (small + large) / 2, ranks) == pytest.approx(sum(ends) / 2)
+
+
+def test_no_line_without_a_group() -> None:
+    assert line_ns(100.0, 1e9, 1) == 0.0
