@@ -124,20 +124,21 @@ class Server:
                 try:
                     connection.request("GET", "/health")
                     if connection.getresponse().status == 200:
-                        self._give_way()
                         return
                 except (OSError, http.client.HTTPException):
                     pass
             time.sleep(0.5)
         raise RuntimeError(f"vLLM did not become healthy:\n{self.log.read_text(errors='replace')[-4000:]}")
 
-    def _give_way(self) -> None:
-        """Let the engine's core and worker give way to its HTTP server and to us.
+    def give_way(self) -> None:
+        """Keep the engine's core and worker on one CPU, and leave the others to its HTTP server and to us.
 
-        Both spin while they wait for each other: on two cores they leave nothing for whoever would ask.
+        Both spin while they wait for each other: on two cores others were seen to wait 40 s for their turn.
         """
-        for pid in self.worker_pids():
-            psutil.Process(pid).nice(10)
+        cpus = sorted(os.sched_getaffinity(0))
+        for pid in self.worker_pids() if len(cpus) > 1 else ():
+            for thread in psutil.Process(pid).threads():
+                os.sched_setaffinity(thread.id, cpus[:1])
 
     def worker_pids(self) -> list[int]:
         """The processes that would hold the GPU."""

@@ -104,7 +104,8 @@ def test_the_five_queries_of_the_documentation_answer(setup: Setup) -> None:
     [namespace] = unused
     assert namespace["metric"] == {"k8s_namespace_name": "chat", "gpuidle_currency": "USD"}
     assert float(namespace["value"][1]) == pytest.approx(2.5, abs=0.25)
-    assert {row["metric"]["gpuidle_model"] for row in headroom} >= {"few-rows", "gaps"}
+    # Steps of the node that waits for its host are few: more rows in them would give next to nothing.
+    assert [row["metric"]["gpuidle_model"] for row in headroom] == ["few-rows"]
     assert len(blind) == 1
 
 

@@ -134,6 +134,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(PYTHON, tmp_path_factory.mktemp("vllm") / "server.log", "--enable-mfu-metrics")
     try:
         server.wait_until_healthy()
+        server.give_way()
         yield server
     finally:
         server.stop()
