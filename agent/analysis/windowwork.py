@@ -7,7 +7,8 @@ bounds; the linear terms are exact for the tokens counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -77,6 +78,19 @@ def window_steps(sums: Sums, reading: EngineReading) -> float | None:
     return float(max(sums.counted_steps, sums.counted_steps - (sums.first_tokens or 0) + chunks))
 
 
+def _one_gpus(shape: ModelShape, reading: EngineReading) -> Callable[..., Work]:
+    """Return `work` of one GPU of the engine: what is left to say is the tokens of its core."""
+    place = reading.parallelism
+    return partial(
+        work,
+        shape,
+        tensor_parallel=place.tensor,
+        pipeline_parallel=place.pipeline,
+        expert_parallel=place.expert,
+        data_parallel=max(1, place.data),
+    )
+
+
 class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
     """A decode-only step of a window's batch and contexts, on one GPU."""
 
@@ -101,18 +115,13 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading, rows: flo
 
     Without a known KV capacity its contexts are left out.
     """
-    place = reading.parallelism
+    one = _one_gpus(shape, reading)
     running = max(1.0, rows / sums.cores)
     context = (reading.limits.kv_capacity_tokens or 0) * mean_of(sums.kv_usage_ratio)
     context *= min(2.0, rows / max(1.0, mean_of(sums.running)))
     filled = math.ceil(running / TILE_ROWS) * TILE_ROWS
     moved, padded = (
-        work(
-            shape,
-            tensor_parallel=place.tensor,
-            pipeline_parallel=place.pipeline,
-            expert_parallel=place.expert,
-            data_parallel=max(1, place.data),
+        one(
             tokens=tokens,
             logit_rows=tokens,
             attention_pairs=context + running,
@@ -135,14 +144,9 @@ def prompt_bytes_ratio(
 
     Only experts make a difference: more tokens ask for more of them.
     """
-    place = reading.parallelism
+    one = _one_gpus(shape, reading)
     more, less = (
-        work(
-            shape,
-            tensor_parallel=place.tensor,
-            pipeline_parallel=place.pipeline,
-            expert_parallel=place.expert,
-            data_parallel=max(1, place.data),
+        one(
             tokens=count,
             logit_rows=rows,
             attention_pairs=0.0,
@@ -190,19 +194,14 @@ def window_work(
     prefill_pairs = prefill * prompt_context
     decode_pairs = decode * (context or 0.0)
     steps = window_steps(sums, reading)
-    place = reading.parallelism
+    one = _one_gpus(shape, reading)
     # Data-parallel cores each do their share: sums are over the cores that were read, a GPU does its core's.
     ranks = sums.cores
     pairs = (prefill_pairs + decode_pairs) / ranks
     kv_tokens = (
         None if steps is None else decode_pairs / ranks + prefill_pairs / ranks / max(1.0, min(prompt, 512.0))
     )
-    done = work(
-        shape,
-        tensor_parallel=place.tensor,
-        pipeline_parallel=place.pipeline,
-        expert_parallel=place.expert,
-        data_parallel=max(1, place.data),
+    done = one(
         tokens=(prefill + decode) / ranks,
         logit_rows=(sums.generated_tokens or 0) / ranks,
         attention_pairs=pairs,
@@ -210,24 +209,14 @@ def window_work(
         kv_read_tokens=kv_tokens or 0.0,
         steps=(steps or 0.0) / ranks,
     )
-    linear = work(
-        shape,
-        tensor_parallel=place.tensor,
-        pipeline_parallel=place.pipeline,
-        expert_parallel=place.expert,
-        data_parallel=max(1, place.data),
+    linear = one(
         tokens=(prefill + decode) / ranks,
         logit_rows=(sums.generated_tokens or 0) / ranks,
         attention_pairs=0.0,
         kv_read_tokens=0.0,
         steps=(steps or 0.0) / ranks,
     )
-    decoded = work(
-        shape,
-        tensor_parallel=place.tensor,
-        pipeline_parallel=place.pipeline,
-        expert_parallel=place.expert,
-        data_parallel=max(1, place.data),
+    decoded = one(
         tokens=decode / ranks,
         logit_rows=decode / ranks,
         attention_pairs=decode_pairs / ranks,
@@ -236,12 +225,7 @@ def window_work(
     )
     # Few tokens a step choose few experts: steps with a prompt are not averaged with the others.
     part = _prompt_steps(sums, reading, steps) / steps if steps else 0.0
-    apart = work(
-        shape,
-        tensor_parallel=place.tensor,
-        pipeline_parallel=place.pipeline,
-        expert_parallel=place.expert,
-        data_parallel=max(1, place.data),
+    apart = one(
         tokens=(prefill + decode * part) / ranks,
         logit_rows=decode * part / ranks,
         attention_pairs=0.0,
@@ -253,7 +237,7 @@ def window_work(
     whole, least = sum(flops.values()), float(linear.total_flops)
     if not sums.prefill_exact:
         least = 0.0
-    talking, prompts_talk = _talk(done, decoded, part, place.tensor)
+    talking, prompts_talk = _talk(done, decoded, part, reading.parallelism.tensor)
     return WindowWork(
         collectives_ns=talking,
         prompt_ratio=max(0.0, 1 - float(decoded.total_flops) / whole) if whole else 0.0,
