@@ -56,6 +56,8 @@ class _Look(NamedTuple):
     firsts: bytes
     tokens: bytes
     """Empty as `steps`."""
+    settled: bool = True
+    """Whether no first token can come later: no prompt's tokens were counted, or this was the look for it."""
 
 
 class _Seen(NamedTuple):
@@ -69,8 +71,8 @@ class _Seen(NamedTuple):
 class RankFollower:
     """Turns the counters of one engine core into rows.
 
-    The engine writes token counters, then the count of steps, then first tokens: so a row is settled only
-    at the poll after the one that saw it.
+    The engine writes token counters, then the count of steps, then first tokens: so a row with a prompt is
+    settled only at the poll after the one that saw it.
     """
 
     def __init__(self, totals: Totals) -> None:
@@ -98,7 +100,7 @@ class RankFollower:
         return row
 
     def rested(self, first_tokens: float, first_token_s: float) -> Row | None:
-        """Take a poll that saw no more steps; return the row that is settled by it."""
+        """Take a poll that saw no more steps, or all of them; return the row that is settled by it."""
         pending, self._pending = self._pending, None
         return None if pending is None else self._settle(pending, first_tokens, first_token_s)
 
@@ -146,6 +148,7 @@ class Follower:
     _steps: Span
     _firsts: Span
     _tokens: Span
+    _prompts: slice
     _read_mark: Callable[[], bytes]
 
     def __init__(self, counters: MetricFile, histograms: MetricFile, now_ns: int) -> None:
@@ -158,13 +161,14 @@ class Follower:
         self._counters, self._histograms = counters, histograms
         self._looks: list[_Look] = []
         self._polled_ns = now_ns
-        self._unsettled = False
+        self._prompted = self._unsettled = False
         self._closed = False
         self._lock = threading.Lock()
         self._refresh(now_ns)
         self._last_mark = self._read_mark()
         self._last_steps = histograms.read(self._steps)
-        begin = _Look(now_ns, now_ns, self._last_steps, *self._read_others())
+        self._last_firsts, tokens = histograms.read(self._firsts), counters.read(self._tokens)
+        begin = _Look(now_ns, now_ns, self._last_steps, self._last_firsts, tokens)
         self._ranks = {rank: RankFollower(self._totals(rank, [begin])[0]) for rank in histograms.ranks}
         self._rows: dict[str, list[Row]] = {rank: [] for rank in self._ranks}
         self._lost: dict[str, int] = dict.fromkeys(self._ranks, 0)
@@ -207,19 +211,26 @@ class Follower:
         steps = self._last_steps if seen else self._histograms.read(self._steps)
         # The engine writes tokens, then the mark, then the count of steps, then first tokens.
         moved = steps != self._last_steps
+        unsettled, self._unsettled = self._unsettled, False
         if moved:
             self._last_mark, self._last_steps = mark, steps
-            self._looks.append(_Look(now_ns, before_ns, steps, *self._read_others()))
-        elif self._unsettled:
-            self._looks.append(_Look(now_ns, before_ns, b"", self._histograms.read(self._firsts), b""))
+            tokens = self._counters.read(self._tokens)
+            prompts = tokens[self._prompts]
+            # What was read may have held the next step's prompts already: its first tokens are to come, too.
+            prompted, self._prompted = self._prompted, prompts != self._last_prompts
+            self._unsettled = self._prompted or prompted
+            self._last_prompts = prompts
+            if unsettled or self._unsettled:
+                self._last_firsts = self._histograms.read(self._firsts)
+            settled = not self._unsettled
+            self._looks.append(_Look(now_ns, before_ns, steps, self._last_firsts, tokens, settled))
+        elif unsettled:
+            self._last_firsts = self._histograms.read(self._firsts)
+            self._looks.append(_Look(now_ns, before_ns, b"", self._last_firsts, b""))
         if len(self._looks) >= (_MOST_LOOKS if moved else _DECODE_AT):
             self._decode()
-        self._unsettled = moved
-        self._look_at_ns = 0 if moved else self._refresh_at_ns
+        self._look_at_ns = 0 if self._unsettled else self._refresh_at_ns
         return moved
-
-    def _read_others(self) -> tuple[bytes, bytes]:
-        return self._histograms.read(self._firsts), self._counters.read(self._tokens)
 
     def _decode(self) -> None:
         """Turn what was noted into rows."""
@@ -232,10 +243,9 @@ class Follower:
             firsts = zip(columns.get("first_tokens", zeros), columns.get("first_token_s", zeros), strict=True)
             for look, (first_tokens, first_token_s) in zip(looks, firsts, strict=True):
                 if look.steps:
-                    row = follower.moved(next(totals), look.now_ns, look.before_ns)
-                else:
-                    row = follower.rested(first_tokens, first_token_s)
-                self._keep(rank, row)
+                    self._keep(rank, follower.moved(next(totals), look.now_ns, look.before_ns))
+                if look.settled:
+                    self._keep(rank, follower.rested(first_tokens, first_token_s))
 
     def _refresh(self, now_ns: int) -> None:
         self._look_at_ns = self._refresh_at_ns = now_ns + _REFRESH_NS
@@ -248,6 +258,12 @@ class Follower:
             self._firsts = self._histograms.span(lambda name: name not in ("steps", MARK))
         if counters:
             self._tokens = self._counters.span(lambda _: True)
+            prompts = self._counters.span(lambda name: "prompt_tokens" in name)
+            begin = prompts.begin - self._tokens.begin
+            found = prompts.end > prompts.begin  # else each step may have had a prompt
+            self._prompts = slice(begin, begin + prompts.end - prompts.begin) if found else slice(None)
+        if histograms or counters:
+            self._last_prompts = b""  # so that first tokens are read anew
 
     def _totals(self, rank: str, looks: list[_Look]) -> list[Totals]:
         values = {

@@ -126,6 +126,59 @@ def test_decodes_and_a_prompt_with_a_poll_between_every_two_writes(engine: Engin
     assert rows[1].start_ns == rows[0].end_ns
 
 
+def test_a_step_of_decodes_needs_no_further_poll(engine: Engine) -> None:
+    """No first token can follow it, so no look is made for one."""
+    engine.poll()
+    for made in (3, 5, 7):  # the first look after the files grew has nothing to compare prompts with
+        engine.add("generation", made)
+        engine.count(1)
+        engine.poll()
+    assert [(row.decode_tokens, row.delivered_tokens) for row in engine.rows()] == [(3, 3), (5, 5), (7, 7)]
+
+
+def test_prompts_of_the_next_step_that_were_read_early_keep_their_first_token(engine: Engine) -> None:
+    """The poll that sees a step may fall between the next step's tokens and its count."""
+    for _ in range(2):
+        engine.add("generation", 4)
+        engine.count(1)
+        engine.poll()
+    engine.add("generation", 4)
+    engine.count(1)
+    engine.add("prompt", 40)
+    engine.poll()
+    engine.poll()
+    engine.add("generation", 5)
+    engine.count(1)
+    engine.poll()
+    engine.first(0.002)
+    engine.poll()
+    engine.add("generation", 5)
+    engine.count(1)
+    engine.poll()
+    rows = engine.rows()
+    assert [row.decode_tokens for row in rows] == [4, 4, 4, 4, 5]
+    assert sum(row.prefill_tokens for row in rows) == 40
+
+
+def test_first_tokens_are_found_where_the_file_has_grown_before_them(engine: Engine) -> None:
+    engine.poll()
+    engine.add("generation", 1)
+    engine.count(1)
+    engine.poll()
+    engine.count(0, le="512.0")  # a row that makes the stretch of first tokens longer
+    engine._bump(
+        engine._histograms, key("t", "vllm:time_to_first_token_seconds_bucket", engine="0", le="9"), 0
+    )
+    engine.poll(300)
+    engine.add("prompt", 7)
+    engine.add("generation", 2)
+    engine.count(1)
+    engine.poll()
+    engine.first(0.002)
+    engine.poll()
+    assert [(row.prefill_tokens, row.decode_tokens) for row in engine.rows()] == [(0, 1), (7, 1)]
+
+
 def test_steps_between_two_polls_are_one_row_and_the_others_are_lost(engine: Engine) -> None:
     engine.poll()
     engine.add("generation", 12)
