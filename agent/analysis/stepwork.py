@@ -200,16 +200,39 @@ def _integrals(
     width, end = column("width_ns"), column("end_ns")
     knots = np.append(end[0] - width[0], end)
     weight = width.astype(np.float64)
+    sample, part = _places(knots, edges)
 
     def over_steps(names: tuple[str, ...]) -> Floats:
         rate = column(names[0])
         for name in names[1:]:
             rate = rate + column(name)
-        sums = np.append(0.0, np.cumsum(rate * weight))
-        inside: Floats = np.diff(np.interp(edges, knots, sums), axis=0)[0]
+        amounts = rate * weight
+        reached = np.append(0.0, np.cumsum(amounts))[sample] + amounts[sample] * part
+        inside: Floats = reached[1] - reached[0]
         return inside
 
     return [over_steps(names) for names in columns]
+
+
+def _places(knots: Ints, edges: Ints) -> tuple[Ints, Floats]:
+    """Return for each edge of a step the sample that it lies in, and the part of the sample's work before it.
+
+    A GPU works in steps and rests between them: what a sample holds is spread over what the steps cover of
+    it. Spread over all of it, each step would lose up to a quarter of a sample to the gap after it. Before
+    the first of the steps and after the last, others may have worked.
+
+    Args:
+        knots: Ends of the samples, after the beginning of the first.
+        edges: Rows of starts and of ends of the steps, which are disjoint and in order, of the same clock.
+    """
+    sample = np.minimum(np.maximum(np.searchsorted(knots, edges, side="right") - 1, 0), len(knots) - 2)
+    worked = edges.copy()
+    worked[:, 1:] -= np.cumsum(edges[0, 1:] - edges[1, :-1])
+    around = knots[np.stack([sample, sample + 1])]
+    at = np.interp(around, edges.T.ravel(), worked.T.ravel())
+    at += np.minimum(0, around - edges[0, 0]) + np.maximum(0, around - edges[1, -1])
+    part = (worked - at[0]) / np.maximum(at[1] - at[0], 1.0)
+    return sample, np.minimum(np.maximum(part, 0.0), 1.0)
 
 
 def unheld_ns(steps: Steps, counters: Sequence[CounterSeries], lag_ns: float = 0.0) -> Floats | None:
