@@ -149,6 +149,7 @@ class Follower:
     _firsts: Span
     _tokens: Span
     _prompts: slice
+    _last_prompts: bytes
     _read_mark: Callable[[], bytes]
 
     def __init__(self, counters: MetricFile, histograms: MetricFile, now_ns: int) -> None:

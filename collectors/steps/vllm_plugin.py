@@ -312,9 +312,10 @@ class Recorder:
         tokens = sampled.sampled_token_ids
         if not tokens:
             return 0
-        nobody_left = len(self.steps) == 1 and not scheduler.finished_req_ids
-        if nobody_left or output.num_scheduled_tokens.keys() <= scheduler.requests.keys():
-            if isinstance(tokens[0], list) and all(tokens):  # some versions have arrays
+        if (
+            not scheduler.finished_req_ids and len(self.steps) == 1  # nobody has left
+        ) or output.num_scheduled_tokens.keys() <= scheduler.requests.keys():
+            if type(tokens[0]) is list and all(tokens):  # some versions have arrays
                 return sum(map(len, tokens)) - len(tokens)
             lengths = list(map(len, tokens))
             return sum(lengths) - len(lengths) + lengths.count(0)
