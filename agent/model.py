@@ -269,6 +269,8 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_max_hz: int | None = None
     memory_clock_hz: int | None = None
     memory_clock_max_hz: int | None = None
+    copy_bytes_per_s: float | None = None
+    """What a long copy reached on it, reads plus writes, when `calibrate` measured it; None: it never did."""
     clock_events: tuple[str, ...] | None = None
     """Why the clock is not at its maximum; see ClockEvent."""
     busy_ratio: float | None = None

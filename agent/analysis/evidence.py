@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gpuidle.agent.analysis.activity import Activity
+from gpuidle.agent.analysis.bandwidth import Reachable, reachable
 from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
@@ -14,9 +15,6 @@ from gpuidle.agent.analysis.peers import idle_wait
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.stepwork import step_terms, tiles_ns, unheld_ns
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending
-from gpuidle.agent.analysis.windowwork import (
-    REACHABLE_BANDWIDTH_RATIO,
-)
 from gpuidle.agent.model import CounterSeries, GpuReading
 from gpuidle.agent.physics.peaks import DevicePeaks
 
@@ -85,7 +83,9 @@ def evidence_of(
     """
     window_ns = window.end_ns - window.start_ns
     clock = _clock_ratio(seen, peaks)
-    memory_ns, measured = _memory_ns(seen, engines, peaks)
+    # What was measured once holds while the driver is silent.
+    rate = None if peaks is None else reachable(track.reading, peaks)
+    memory_ns, measured = _memory_ns(seen, engines, rate)
     because = _idle_because(engines)
     useful_ns = None if seconds is None else seconds[1] * 1e9 / max(1.0, clock)
     tensor_ns = None if seen.tensor_ns is None else seen.tensor_ns / TENSOR_CEILING_RATIO
@@ -96,7 +96,7 @@ def evidence_of(
         because = "unattributed"
     elif host_gap is not None:
         because = "no_request"
-    excess, talk = _excess(track, window.end_ns, seen, one, peaks)
+    excess, talk = _excess(track, window.end_ns, seen, one, peaks, rate)
     padding = _padding(one, seen, peaks)
     if useful_ns is not None and peaks is not None:
         room_ns = tensor_ns
@@ -116,6 +116,7 @@ def evidence_of(
         useful_ns=useful_ns,
         memory_ns=memory_ns,
         memory_measured=measured,
+        bandwidth_measured=rate is not None and rate.measured,
         memory_excess_ns=excess,
         padding_ns=padding,
         split_rest=one is not None and one.work is not None and memory_ns is not None,
@@ -227,17 +228,17 @@ def _excess(
     seen: Activity,
     engine: EngineWindow | None,
     peaks: DevicePeaks | None,
+    rate: Reachable | None,
 ) -> tuple[float | None, float | None]:
     """Return what DRAM needs beyond the pipe's time, part by part of the window, and the time of messages."""
-    if engine is None or peaks is None:
+    if engine is None or peaks is None or rate is None:
         return None, None
-    reachable = peaks.memory_bytes_per_s * REACHABLE_BANDWIDTH_RATIO
     ranks = engine.reading.parallelism.tensor
     if engine.priced is not None:
         rows = [s for s in track.counters if s.rung == seen.rung]
         clock = _clock_ratio(seen, peaks)
         own = _messages_ns(track, until_ns, rows, engine)
-        terms = step_terms(engine.priced, rows, peaks, reachable, ranks, track.lag_ns, clock, own)
+        terms = step_terms(engine.priced, rows, peaks, rate.bytes_per_s, ranks, track.lag_ns, clock, own)
         return terms.memory_ns, terms.communication_ns
     talk = None if engine.work is None else engine.work.collectives_ns
     shares, clues = engine.shares, engine.clues
@@ -246,12 +247,12 @@ def _excess(
     # Decode steps and the rest apart: their traffic is known, so is what the pipe does in decode alone.
     decode_ns = float(shares.decode_ns)
     steps = decode_ns / clues.pace_ns
-    memory = steps * engine.decode.bytes_moved / reachable * 1e9
+    memory = steps * engine.decode.bytes_moved / rate.bytes_per_s * 1e9
     pipe = steps * engine.decode.pipe_s(peaks) * 1e9
     if track.decode_pipe_ratio is not None:
         pipe = track.decode_pipe_ratio * decode_ns
     if seen.dram_bytes is not None:
-        memory = min(memory, seen.dram_bytes / reachable * 1e9)
+        memory = min(memory, seen.dram_bytes / rate.bytes_per_s * 1e9)
     return min(decode_ns, max(0.0, memory - pipe)), talk
 
 
@@ -293,17 +294,16 @@ def useful_s(engines: Sequence[EngineWindow], peaks: DevicePeaks | None) -> tupl
 
 
 def _memory_ns(
-    seen: Activity, engines: Sequence[EngineWindow], peaks: DevicePeaks | None
+    seen: Activity, engines: Sequence[EngineWindow], rate: Reachable | None
 ) -> tuple[float | None, bool]:
-    if peaks is None:
+    if rate is None:
         return None, False
-    reachable = peaks.memory_bytes_per_s * REACHABLE_BANDWIDTH_RATIO
     if seen.dram_bytes is not None:
-        return seen.dram_bytes / reachable * 1e9, True
+        return seen.dram_bytes / rate.bytes_per_s * 1e9, True
     moved = [engine.work.bytes_moved if engine.work is not None else None for engine in engines]
     if not moved or any(value is None for value in moved):
         return None, False
-    return sum(value or 0.0 for value in moved) / reachable * 1e9, False
+    return sum(value or 0.0 for value in moved) / rate.bytes_per_s * 1e9, False
 
 
 def _throttle(reading: GpuReading | None) -> Throttle:

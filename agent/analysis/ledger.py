@@ -53,6 +53,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     memory_ns: float | None = None
     """M."""
     memory_measured: bool = False
+    """Whether counters tell the bytes; else the work model does."""
+    bandwidth_measured: bool = False
+    """Whether the reachable bandwidth is the device's own, by a copy; else it is what others reach."""
     memory_excess_ns: float | None = None
     """M - E summed over parts of the window that differ (steps, or decode and the rest), each clipped at 0;
     None: of the window as a whole."""
@@ -130,6 +133,7 @@ def _memory(evidence: Evidence, executed_ns: float, rest_ns: float) -> tuple[flo
     """Return the memory-bound time and which causes are estimates by it.
 
     What the work model adds to the counter's figure is the model's, and so is what that leaves of the rest.
+    Both are estimates as well where the reachable bandwidth is assumed.
     """
     memory = None if evidence.memory_ns is None else min(rest_ns, max(0.0, evidence.memory_ns - executed_ns))
     counted = memory
@@ -137,7 +141,8 @@ def _memory(evidence: Evidence, executed_ns: float, rest_ns: float) -> tuple[flo
         memory = min(rest_ns, max(memory or 0.0, evidence.memory_excess_ns))
     if memory is not None and not evidence.memory_measured:
         return memory, {"memory_bound"}
-    return memory, {"memory_bound", "latency"} if memory != counted else set()
+    exact = memory is None or (memory == counted and evidence.bandwidth_measured)
+    return memory, set() if exact else {"memory_bound", "latency"}
 
 
 def _with_counter(

@@ -19,11 +19,6 @@ from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.shapes import ModelShape
 from gpuidle.agent.physics.work import Work, work
 
-REACHABLE_BANDWIDTH_RATIO = 0.93
-"""Of the sheet's bandwidth, what DRAM has been seen to reach in decode (read means up to 96 % in published
-Nsight traces of an H100, best copies 0.92-0.94). `calibrate` will replace it by this device's own."""
-
-
 TILE_ROWS = 64
 """Rows of the tensor instruction on Hopper; where no counter shows the pipe, padding is estimated by it."""
 

@@ -9,12 +9,6 @@ from pathlib import Path
 import click
 
 
-def default_path() -> Path:
-    """Return where calibrations are kept: one file a device in the user's state folder."""
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "gpuidle" / "calibration"
-
-
 @click.command()
 @click.option("--device", default="cuda:0", show_default=True, help="Device of torch; cpu rehearses.")
 @click.option(
@@ -37,8 +31,10 @@ def command(device: str, seconds: float, force: bool, output: Path | None, as_js
     """Measure the matmul FLOP/s and the copy bandwidth that this device reaches, and save them.
 
     Needs the extra `torch`. It loads the GPU fully for some seconds, so it refuses one that others use.
+    The ledger takes the copy's bandwidth as what this device reaches, from the next start on.
     """
     from gpuidle.agent.commands.calibrate_torch import CalibrationError, measure
+    from gpuidle.agent.commands.calibrated import calibration_folder
     from gpuidle.agent.physics.calibration import compare, to_table
     from gpuidle.agent.physics.peaks import find_peaks
 
@@ -46,7 +42,7 @@ def command(device: str, seconds: float, force: bool, output: Path | None, as_js
         calibration = measure(device, seconds=seconds, force=force)
     except CalibrationError as error:
         raise click.ClickException(str(error)) from error
-    path = output or default_path() / f"{calibration.hw_id}.json"
+    path = output or calibration_folder() / f"{calibration.hw_id}.json"
     text = json.dumps(to_table(calibration), indent=2)
     try:
         _write(path, text)

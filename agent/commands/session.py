@@ -270,6 +270,7 @@ def live_source(
 ) -> Source:
     """Return the source that reads this machine."""
     from gpuidle.agent.clock import SystemClock
+    from gpuidle.agent.commands.calibrated import Calibrated, calibration_folder
     from gpuidle.agent.sampler import Sampler
     from gpuidle.collectors.counters.dcgm import DcgmRung
     from gpuidle.collectors.counters.gpm import GpmRung
@@ -288,7 +289,7 @@ def live_source(
 
         on_s, period_s = pm_duty or (0.0, 0.0)
         rungs.insert(0, CuptiPmRung(PmOptions(rate_hz=pm_rate, duty_on_s=on_s, duty_period_s=period_s), proc))
-    gpus = LatestGpus(LadderCollector(NvmlCollector(proc), rungs))
+    gpus = LatestGpus(LadderCollector(Calibrated(NvmlCollector(proc), calibration_folder()), rungs))
     engines = LatestEngines(
         EnginesCollector(
             ENGINES,

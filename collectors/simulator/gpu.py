@@ -224,6 +224,9 @@ class Card:
             sm_clock_max_hz=spec.sm_clock_max_hz,
             memory_clock_hz=spec.memory_clock_hz,
             memory_clock_max_hz=spec.memory_clock_hz,
+            copy_bytes_per_s=None
+            if spec.copied_bandwidth_ratio is None
+            else spec.copied_bandwidth_ratio * self._peaks.memory_bytes_per_s,
             clock_events=events,
             busy_ratio=round(busy, 2),
             memory_busy_ratio=round(memory_busy, 2),

@@ -138,6 +138,8 @@ class GpuSpec(msgspec.Struct, frozen=True):
     memory_clock_hz: int = 2_619_000_000
     reachable_bandwidth_ratio: float = 0.93
     """Of the sheet's bandwidth, what the best copy reaches: time that DRAM needs is counted at this rate."""
+    copied_bandwidth_ratio: float | None = None
+    """Of the sheet's bandwidth, what `calibrate` once found on this card; None: nobody asked it."""
     power_cap_watts: float | None = None
     """A limit below `power_limit_watts` that someone set: steps that would draw more run at the SM clock
     that fits it (what they draw beyond `loaded_watts` goes with the clock squared). None: no cap."""

@@ -128,6 +128,7 @@ def test_what_a_model_or_habit_tells_is_no_measurement() -> None:
         useful_ns=0.1 * T,
         memory_ns=0.4 * T,
         memory_measured=True,
+        bandwidth_measured=True,
         idle_because="no_request",
         host_gap_ns=0.05 * T,
         host_gap_measured=True,
@@ -137,6 +138,8 @@ def test_what_a_model_or_habit_tells_is_no_measurement() -> None:
     assert {"host_gap", "no_request"} <= set(by_habit)
     by_model = ledger(msgspec.structs.replace(known, memory_excess_ns=0.3 * T)).estimated
     assert {"memory_bound", "latency"} <= set(by_model)
+    by_others = ledger(msgspec.structs.replace(known, bandwidth_measured=False)).estimated
+    assert {"memory_bound", "latency"} <= set(by_others)
 
 
 def test_without_a_counter_only_rest_is_known() -> None:
