@@ -2,8 +2,8 @@
 
 Each run has priors of its own, drawn from its seed: what kernels, memory and links reach, launches, gaps of
 the host. The analysis knows none of them. It takes links to be as measured with NCCL on H100 until it has
-learned better; the simulated ones are rings that are faster or slower by a factor that is drawn. It takes DRAM
-to reach what it usually does, unless the device was calibrated, which finds it to half a per cent.
+learned better; the simulated ones are rings that are faster or slower by a factor that is drawn. It takes
+DRAM to reach what it usually does, unless the device was calibrated, which finds it to half a per cent.
 """
 
 from __future__ import annotations
