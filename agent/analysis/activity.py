@@ -41,9 +41,11 @@ def activity(
     is unobserved. Without samples NVML's busy share stands for the tick (an estimate: it is the driver's own
     sampling of its last period).
     """
+    touching = [s for s in series if _overlaps(s, start_ns, end_ns)]
+    rungs = {s.rung for s in touching}
     for rung in RUNGS:
-        rows = [s for s in series if s.rung == rung and _overlaps(s, start_ns, end_ns)]
-        if rows:
+        if rung in rungs:
+            rows = [s for s in touching if s.rung == rung]
             seen = _integrate(rows, rung, start_ns, end_ns)
             if seen.observed_ns > 0 and seen.sm_clock_hz is None and reading is not None:
                 # GPM and DCGM tell no clock: the driver's own at the end of the tick stands for the window.
@@ -92,7 +94,7 @@ def _overlaps(series: CounterSeries, start_ns: int, end_ns: int) -> bool:
 def _integrate(rows: Sequence[CounterSeries], rung: Rung, start_ns: int, end_ns: int) -> Activity:
     end, width = whole(rows, "end_ns"), whole(rows, "width_ns")
     inside = np.maximum(0, np.minimum(end, end_ns) - np.maximum(end - width, start_ns))
-    covered_ns = int(inside.sum())
+    covered_ns = int(np.add.reduce(inside))
     weights = inside.astype(np.float64)
 
     def total(name: str) -> float | None:

@@ -66,7 +66,7 @@ def claims_of(
     work, sums, priced, place = engine.work, engine.sums, engine.priced, engine.reading.parallelism
     rows, steps = 0.0, None
     if priced is not None:
-        rows, steps = float(np.dot(priced.tokens, priced.share)), float(priced.share.sum())
+        rows, steps = float(np.dot(priced.tokens, priced.share)), float(np.add.reduce(priced.share))
     elif sums is not None:
         rows = ((sums.prefill_tokens or 0) + (sums.decode_tokens or 0)) / sums.cores
         counted = window_steps(sums, engine.reading)

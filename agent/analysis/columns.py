@@ -25,4 +25,6 @@ def whole(series: Sequence[StepSeries] | Sequence[CounterSeries], name: str) -> 
 
 def known(series: Sequence[StepSeries] | Sequence[CounterSeries], name: str) -> bool:
     """Whether every one of the series has the column."""
+    if len(series) == 1:
+        return getattr(series[0], name) is not None
     return all(getattr(each, name) is not None for each in series)

@@ -18,6 +18,8 @@ _UPPER_NS = np.array(
     dtype=np.int64,
 )
 """Upper edges, inclusive: an integer is below an edge exactly if it is below the edge's floor."""
+_EXACT_NS = 1 << 53
+"""Sums up to here are whole numbers in floats as well."""
 
 
 def durations_of(lengths_ns: NDArray[np.int64]) -> Durations | None:
@@ -34,6 +36,34 @@ def durations_of(lengths_ns: NDArray[np.int64]) -> Durations | None:
     )
 
 
+def durations_by_kind(
+    lengths_ns: NDArray[np.int64], kinds: NDArray[np.int64], count: int
+) -> list[Durations | None]:
+    """Return the same of each kind: `kinds` says which of 0 to `count` - 1 each length is of."""
+    if not len(lengths_ns) or lengths_ns.min() <= 0 or lengths_ns.max() > _EXACT_NS // len(lengths_ns):
+        return [durations_of(lengths_ns[kinds == kind]) for kind in range(count)]
+    found = _UPPER_NS.searchsorted(lengths_ns)
+    first = int(found.min())
+    found -= first
+    width = int(found.max()) + 1
+    table = np.bincount(kinds * width + found, minlength=count * width).reshape(count, width).tolist()
+    sums = np.bincount(kinds, weights=lengths_ns, minlength=count).tolist()
+    return [_trimmed(_FIRST + first, counts, int(sum_ns)) for counts, sum_ns in zip(table, sums, strict=True)]
+
+
+def _trimmed(offset: int, counts: list[int], sum_ns: int) -> Durations | None:
+    """Return the counts without the zeros at both ends; None if there is nothing else."""
+    last = len(counts)
+    while last and not counts[last - 1]:
+        last -= 1
+    if not last:
+        return None
+    first = 0
+    while not counts[first]:
+        first += 1
+    return Durations(offset=offset + first, counts=tuple(counts[first:last]), sum_ns=sum_ns)
+
+
 def _total(lengths_ns: NDArray[np.int64]) -> int:
     # An int64 sum is ten times as fast, where it cannot overflow.
     if int(lengths_ns.max()) <= (1 << 62) // len(lengths_ns):
@@ -44,8 +74,8 @@ def _total(lengths_ns: NDArray[np.int64]) -> int:
 def together(one: Durations, other: Durations) -> Durations:
     """Return both in one; the first and the last count stay above 0."""
     offset = min(one.offset, other.offset)
-    counts = [0] * (max(d.offset + len(d.counts) for d in (one, other)) - offset)
-    for durations in (one, other):
-        for index, count in enumerate(durations.counts, durations.offset - offset):
-            counts[index] += count
+    before, after = one.offset - offset, other.offset + len(other.counts) - one.offset - len(one.counts)
+    counts = [0] * before + list(one.counts) + [0] * after
+    for index, count in enumerate(other.counts, other.offset - offset):
+        counts[index] += count
     return Durations(offset=offset, counts=tuple(counts), sum_ns=one.sum_ns + other.sum_ns)

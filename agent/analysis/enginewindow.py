@@ -71,11 +71,16 @@ def device_peaks(reading: GpuReading) -> DevicePeaks | None:
 
 def holders(gpus: Sequence[GpuReading], engines: Sequence[EngineReading]) -> dict[str, tuple[str, ...]]:
     """Return the devices that each engine's processes hold, by engine_id."""
-    on = {gpu.hw_id: {process.pid for process in gpu.processes or ()} for gpu in gpus}
-    return {
-        engine.engine_id: tuple(hw_id for hw_id, pids in on.items() if not pids.isdisjoint(engine.pids))
-        for engine in sorted(engines, key=lambda e: e.engine_id)
-    }
+    on: dict[int, dict[str, None]] = {}
+    for gpu in gpus:
+        for process in gpu.processes or ():
+            on.setdefault(process.pid, {})[gpu.hw_id] = None
+    order = {gpu.hw_id: place for place, gpu in enumerate(gpus)}
+    held: dict[str, tuple[str, ...]] = {}
+    for engine in sorted(engines, key=lambda e: e.engine_id):
+        found = {hw_id for pid in engine.pids for hw_id in on.get(pid, ())}
+        held[engine.engine_id] = tuple(sorted(found, key=order.__getitem__))
+    return held
 
 
 def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | None:
@@ -84,9 +89,12 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
     One reading interval that covers most of the window, and little else, is taken whole. An interval that
     spans several windows (a scrape failed) is shared out evenly. None where less than half is covered.
     """
-    parts = [(w, max(0, min(w.end_ns, end_ns) - max(w.start_ns, start_ns))) for w in windows]
-    parts = [(w, overlap) for w, overlap in parts if overlap > 0]
-    if sum(overlap for _, overlap in parts) < 0.5 * (end_ns - start_ns):
+    parts = [
+        (w, min(w.end_ns, end_ns) - max(w.start_ns, start_ns))
+        for w in windows
+        if w.end_ns > start_ns and w.start_ns < end_ns
+    ]
+    if sum([overlap for _, overlap in parts]) < 0.5 * (end_ns - start_ns):
         return None
     best, overlap = max(parts, key=lambda part: part[1])
     if overlap >= 0.6 * best.window_ns and overlap >= 0.6 * (end_ns - start_ns):

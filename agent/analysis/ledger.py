@@ -37,6 +37,9 @@ IdleBecause = Literal[
 ]
 
 
+_NOTHING: dict[str, int] = dict.fromkeys(CAUSES, 0)
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one GPU in one window, in nanoseconds of that window; None is not known."""
 
@@ -104,7 +107,7 @@ def ledger(evidence: Evidence) -> Ledger:
         wanted, estimated = _with_counter(evidence, observed_ns, evidence.active_ns)
     parts = clip_to(observed_ns, wanted, "unattributed")
     parts["unobserved"] = parts.get("unobserved", 0) + evidence.window_ns - observed_ns
-    causes: dict[str, int] = {cause: parts.get(cause, 0) for cause in CAUSES}
+    causes: dict[str, int] = {**_NOTHING, **parts}
     return Ledger(
         window_ns=evidence.window_ns,
         causes_ns=causes,

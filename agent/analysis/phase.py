@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from gpuidle.agent.analysis.columns import whole
-from gpuidle.agent.analysis.durations import durations_of
+from gpuidle.agent.analysis.durations import durations_by_kind
 from gpuidle.agent.analysis.integers import clip_to, split
 from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
@@ -258,34 +258,32 @@ def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) 
     if not usable:
         return None
     start, end = whole(usable, "start_ns"), whole(usable, "end_ns")
-    prefill, decode = whole(usable, "prefill_tokens") > 0, whole(usable, "decode_tokens") > 0
-    if (end[1:] < end[:-1]).any():
+    prefill, decode = whole(usable, "prefill_tokens"), whole(usable, "decode_tokens")
+    if np.count_nonzero(end[1:] < end[:-1]):
         order = np.argsort(end, kind="stable")
         start, end, prefill, decode = start[order], end[order], prefill[order], decode[order]
     # Those that ended in the window, then those that end after it: some of them began in it.
     first, last = end.searchsorted((start_ns, end_ns), side="right").tolist()
-    begun = np.flatnonzero(start[last:] < end_ns)
-    here = slice(first, last + (begun[-1] + 1 if len(begun) else 0))
-    clipped = np.maximum(0, np.minimum(end[here], end_ns) - np.maximum(start[here], start_ns))
-    kinds = prefill[here] + 2 * decode[here]
+    begun = start[last:] < end_ns
+    here = slice(first, last + (int(np.flatnonzero(begun)[-1]) + 1 if np.count_nonzero(begun) else 0))
+    kinds = (prefill[here] > 0) + 2 * (decode[here] > 0)
     names = ("unknown", "prefill", "decode", "mixed")
+    clipped = np.maximum(0, np.minimum(end[here], end_ns) - np.maximum(start[here], start_ns))
     sums = np.bincount(kinds, weights=clipped, minlength=len(names)).tolist()
     times = {name: int(ns) for name, ns in zip(names, sums, strict=True)}
     ended = kinds[: last - first]
     counts = dict(zip(names, np.bincount(ended, minlength=len(names)).tolist(), strict=True))
-    lengths = end[first:last] - start[first:last]
-    durations = {
-        name: found
-        for kind, name in enumerate(names)
-        if kind and counts[name] and (found := durations_of(lengths[ended == kind])) is not None
-    }
+    lasted = durations_by_kind(end[first:last] - start[first:last], ended, len(names))
+    durations = {name: each for name, each in zip(names[1:], lasted[1:], strict=True) if each is not None}
     window_ns = end_ns - start_ns
     busy_ns = sum(times.values())
     if busy_ns > window_ns:  # steps of two overlapping sources: their shares still hold
         times = dict(zip(times, split(window_ns, list(times.values())), strict=True))
         busy_ns = window_ns
-    with_requests = _gaps_with_requests(start, end, prefill, decode, start_ns, end_ns, first, last)
-    with_requests = min(with_requests, window_ns - busy_ns)
+    with_requests = 0
+    if busy_ns < window_ns:
+        gaps = _gaps_with_requests(start, end, prefill > 0, decode > 0, start_ns, end_ns, first, last)
+        with_requests = min(gaps, window_ns - busy_ns)
     exact = all(s.exact for s in usable)
     containing = times["prefill"] + times["mixed"]
     return StepWindow(
@@ -327,7 +325,7 @@ def _gaps_with_requests(
     alive = decode[after]
     chunk = ~alive & prefill[after] & prefill[before]
     clipped = np.maximum(0, np.minimum(gap_end, end_ns) - np.maximum(gap_start, start_ns))
-    if chunk.any():
+    if np.count_nonzero(chunk):
         lengths = np.maximum(0, gap_end - gap_start)
         usual = np.maximum(0, start[1:] - end[:-1])[decode[1:]]
         usual_ns = float(np.median(usual)) if len(usual) else 0.0

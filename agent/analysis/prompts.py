@@ -190,6 +190,8 @@ def _give_to_silent(
 
 def _move_tokens(windows: list[Sums], parts: Sequence[float]) -> list[Sums]:
     for i, tokens in enumerate(split(windows[-1].prefill_tokens or 0, parts)):
+        if not tokens and i < len(windows) - 1:
+            continue
         own = windows[i].prefill_tokens
         base = 0 if i == len(windows) - 1 else own
         windows[i] = msgspec.structs.replace(

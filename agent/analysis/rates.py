@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -147,6 +148,17 @@ _SUMMED = (
 )
 
 
+_told = attrgetter(*_SUMMED)
+
+
+def _totals(rows: Sequence[EngineCounters]) -> Sequence[float | None]:
+    """Return the sums over the cores of what is summed, each None if any of them does not tell."""
+    if len(rows) == 1:
+        told: Sequence[float | None] = _told(rows[0])
+        return told
+    return [total(rows, field) for field in _SUMMED]
+
+
 def total(rows: Sequence[EngineCounters], field: str) -> float | None:
     """Return the sum of `field` over the cores; None if any of them does not tell."""
     if len(rows) == 1:
@@ -210,7 +222,7 @@ def _baselines(
 
 
 def _fell(past: EngineCounters, row: EngineCounters) -> bool:
-    pairs = ((getattr(past, field), getattr(row, field)) for field in _SUMMED)
+    pairs = zip(_told(past), _told(row), strict=True)
     return any(was is not None and now is not None and now < was for was, now in pairs)
 
 
@@ -239,10 +251,10 @@ def sums_between(
     old, new, reset = _baselines(before, after)
     if end_ns <= start_ns or not new:
         return None, ()
-    delta: dict[str, float | None] = {}
-    for field in _SUMMED:
-        was, now = total(old, field), total(new, field)
-        delta[field] = None if now is None or was is None else now - was
+    delta = {
+        field: None if now is None or was is None else now - was
+        for field, was, now in zip(_SUMMED, _totals(old), _totals(new), strict=True)
+    }
     window_s = (end_ns - start_ns) / 1e9
     for field in ("prompt_tokens", "computed_prompt_tokens", "generated_tokens", "counted_steps"):
         moved = delta[field]

@@ -105,7 +105,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 def referee(claims: Sequence[Claims], case: Case) -> tuple[Problem, ...]:
     """Return the verdicts over a trailing window, at most one for each counter."""
     seen = [each for each in claims if each.observed_ns >= 0.9 * each.window_ns]
-    if sum(each.window_ns for each in seen) < SHORTEST_NS:
+    if sum([each.window_ns for each in seen]) < SHORTEST_NS:
         return ()
     found = (_clock(seen, case), _active(seen, case), _pipe(seen, case), _dram(seen, case))
     verdicts = [each for each in found if each is not None]
@@ -119,10 +119,6 @@ def _say(case: Case, kind: str, message: str, remedy: str) -> Problem:
     return Problem(
         source="referee", kind=kind, message=f"{case.device}: {message}", remedy=remedy, subject=case.subject
     )
-
-
-def _sum(claims: Sequence[Claims], value: Callable[[Claims], float]) -> float:
-    return sum(map(value, claims))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -141,10 +137,12 @@ def _clock(seen: Sequence[Claims], case: Case) -> Problem | None:
         told = f"the counters are stamped {abs(case.lag_ns) / 1e6:.0f} ms {side} the steps; that is removed"
         return _wrong_clock(case, told)
     timed = [each for each in seen if each.stepping_ns is not None and each.active_ns is not None]
-    span = _sum(timed, lambda c: c.window_ns)
-    apart = _sum(timed, lambda c: abs((c.stepping_ns or 0.0) - (c.active_ns or 0.0)))
-    net = abs(_sum(timed, lambda c: (c.stepping_ns or 0.0) - (c.active_ns or 0.0)))
-    if len(timed) >= 10 and apart > 0.3 * span and net < 0.2 * apart:
+    if len(timed) < 10:
+        return None
+    span = sum([c.window_ns for c in timed])
+    apart = sum([abs((c.stepping_ns or 0.0) - (c.active_ns or 0.0)) for c in timed])
+    net = abs(sum([(c.stepping_ns or 0.0) - (c.active_ns or 0.0) for c in timed]))
+    if apart > 0.3 * span and net < 0.2 * apart:
         return _wrong_clock(
             case,
             f"the GPU is as active as the engine's steps say, but at other times ({apart / span:.0%} apart)",
@@ -169,11 +167,11 @@ def _wrong_clock(case: Case, message: str) -> Problem:
 def _active(seen: Sequence[Claims], case: Case) -> Problem | None:
     """Steps ran, and the counter of activity stands at 0."""
     timed = [each for each in seen if each.stepping_ns is not None and each.active_ns is not None]
-    span = _sum(timed, lambda c: c.window_ns)
-    stepping = _sum(timed, lambda c: c.stepping_ns or 0.0)
+    span = sum([c.window_ns for c in timed])
+    stepping = sum([c.stepping_ns or 0.0 for c in timed])
     if span < SHORTEST_NS or stepping < 0.2 * span:
         return None
-    if _sum(timed, lambda c: c.active_ns or 0.0) > 0.02 * stepping:
+    if sum([c.active_ns or 0.0 for c in timed]) > 0.02 * stepping:
         return None
     return _dead(
         case, "activity", f"steps ran {stepping / span:.0%} of the time and the counter saw none of it"
@@ -192,13 +190,13 @@ def _dead(case: Case, counter: str, message: str) -> Problem:
 
 def _pipe(seen: Sequence[Claims], case: Case) -> Problem | None:
     known = [each for each in seen if each.pipe_ns is not None and each.work_ns is not None]
-    span = _sum(known, lambda c: c.window_ns)
+    span = sum([c.window_ns for c in known])
     if span < SHORTEST_NS:
         return None
     if _stuck([each for each in known if each.end_ns > known[-1].end_ns - SHORTEST_NS]):
         return _dead(case, "tensor", "it shows the same value whatever the load")
     low, middle, _ = _work(known)
-    pipe = _sum(known, _pipe_at_clock)
+    pipe = sum([_pipe_at_clock(c) for c in known])
     if low < LEAST_WORK * span or _rows_a_step(known) < FEWEST_ROWS:
         return None
     if low > EXCESS * pipe:
@@ -211,7 +209,7 @@ def _pipe(seen: Sequence[Claims], case: Case) -> Problem | None:
     if case.latent or case.experts or any(each.draft_tokens for each in judged):
         return None
     low, middle, high = _work(judged)
-    pipe = _sum(judged, _pipe_at_clock)
+    pipe = sum([_pipe_at_clock(c) for c in judged])
     if high < LEAST_WORK * span or 1.25 * high > SHORTFALL * pipe:
         return None
     return _too_little(judged, case, middle, pipe)
@@ -229,7 +227,7 @@ def _halves(
     claims: Sequence[Claims], amount: Callable[[Claims], float]
 ) -> tuple[Sequence[Claims], Sequence[Claims]]:
     """Return the older and the newer windows, each with half of the amount; one window is both."""
-    left, at = _sum(claims, amount) / 2, 0
+    left, at = sum([amount(c) for c in claims]) / 2, 0
     while at < len(claims) and left > 0:
         left -= amount(claims[at])
         at += 1
@@ -238,13 +236,13 @@ def _halves(
 
 def _work(claims: Sequence[Claims]) -> tuple[float, float, float]:
     known = [each.work_ns for each in claims if each.work_ns is not None]
-    return sum(w[0] for w in known), sum(w[1] for w in known), sum(w[2] for w in known)
+    return sum([w[0] for w in known]), sum([w[1] for w in known]), sum([w[2] for w in known])
 
 
 def _rows_a_step(claims: Sequence[Claims]) -> float:
     counted = [each for each in claims if each.steps]
-    steps = _sum(counted, lambda c: c.steps or 0.0)
-    return _sum(counted, lambda c: c.rows) / steps if steps else 0.0
+    steps = sum([c.steps or 0.0 for c in counted])
+    return sum([c.rows for c in counted]) / steps if steps else 0.0
 
 
 def _stuck(known: Sequence[Claims]) -> bool:
@@ -261,9 +259,9 @@ def _stuck(known: Sequence[Claims]) -> bool:
 
 def _too_much(known: Sequence[Claims], case: Case, low: float, middle: float, pipe: float) -> Problem | None:
     """The work model claims more than the pipe did."""
-    pipe_at_sheet = _sum(known, lambda c: c.pipe_ns or 0.0)
+    pipe_at_sheet = sum([c.pipe_ns or 0.0 for c in known])
     older, newer = _halves(known, lambda c: c.work_ns[0] if c.work_ns else 0.0)
-    then, now = (_over(_work(half)[0], _sum(half, _pipe_at_clock)) for half in (older, newer))
+    then, now = (_over(_work(half)[0], sum([_pipe_at_clock(c) for c in half])) for half in (older, newer))
     if now > DEAD > then:
         return _dead(case, "tensor", "it followed the tokens, and has stood still since")
     if max(then, now) > STEADY * min(then, now) and min(then, now) < DEAD:
@@ -289,7 +287,7 @@ def _too_much(known: Sequence[Claims], case: Case, low: float, middle: float, pi
 def _too_little(judged: Sequence[Claims], case: Case, middle: float, pipe: float) -> Problem:
     """The pipe was busy longer than the work can be, though tiles were full."""
     told = f"the tensor pipe was busy {pipe / middle:.1f} times as long as the tokens need, with full tiles"
-    pipe_at_sheet = _sum(judged, lambda c: c.pipe_ns or 0.0)
+    pipe_at_sheet = sum([c.pipe_ns or 0.0 for c in judged])
     if pipe > 1.2 * pipe_at_sheet and middle > 0.8 * pipe_at_sheet:
         return _wrong_clock(
             case, f"{told} at the SM clock that is told, and just as long at the sheet's clock"
@@ -332,11 +330,11 @@ def _disagree(case: Case, message: str, who: str) -> Problem:
 
 def _dram(seen: Sequence[Claims], case: Case) -> Problem | None:
     known = [each for each in seen if each.dram_bytes is not None and each.weight_bytes is not None]
-    span = _sum(known, lambda c: c.window_ns)
-    weights = _sum(known, lambda c: c.weight_bytes or 0.0)
+    span = sum([c.window_ns for c in known])
+    weights = sum([c.weight_bytes or 0.0 for c in known])
     if span < SHORTEST_NS or case.experts or weights < LEAST_TRAFFIC * case.peak_bytes_per_s * span / 1e9:
         return None
-    read = _sum(known, lambda c: c.dram_bytes or 0.0)
+    read = sum([c.dram_bytes or 0.0 for c in known])
     if read < MISREAD * weights:
         told = f"DRAM moved {read / weights:.0%} of the weights that the steps read"
         if case.weight_bytes is not None and case.l2_bytes is not None and case.weight_bytes <= case.l2_bytes:
@@ -348,7 +346,7 @@ def _dram(seen: Sequence[Claims], case: Case) -> Problem | None:
             )
         older, newer = _halves(known, lambda c: c.weight_bytes or 0.0)
         parts = [
-            _over(_sum(half, lambda c: c.dram_bytes or 0.0), _sum(half, lambda c: c.weight_bytes or 0.0))
+            _over(sum([c.dram_bytes or 0.0 for c in half]), sum([c.weight_bytes or 0.0 for c in half]))
             for half in (older, newer)
         ]
         if parts[1] < 0.05:
@@ -359,9 +357,9 @@ def _dram(seen: Sequence[Claims], case: Case) -> Problem | None:
             case, f"{told}: they are likely stored narrower than the model's configuration says"
         )
     alone = [each for each in known if each.decode_only and each.exact and each.traffic_bytes]
-    expected = _sum(alone, lambda c: c.traffic_bytes or 0.0)
-    moved = _sum(alone, lambda c: c.dram_bytes or 0.0)
-    if _sum(alone, lambda c: c.window_ns) >= SHORTEST_NS and moved > 1.6 * expected and not case.speculative:
+    expected = sum([c.traffic_bytes or 0.0 for c in alone])
+    moved = sum([c.dram_bytes or 0.0 for c in alone])
+    if sum([c.window_ns for c in alone]) >= SHORTEST_NS and moved > 1.6 * expected and not case.speculative:
         return _quantised(
             case,
             f"DRAM moved {moved / expected:.1f} times what decode steps of this model read: its weights are"
@@ -389,11 +387,11 @@ def _engine(case: Case, *, judged: bool) -> list[Problem]:
 def _speculation(seen: Sequence[Claims], case: Case) -> Problem | None:
     """The steps call more tokens prompt than the engine's counters ever did."""
     known = [each for each in seen if each.prompt_tokens is not None and each.step_prompt_tokens is not None]
-    drafts = _sum(known, lambda c: c.draft_tokens)
-    if not (drafts or case.speculative) or _sum(known, lambda c: c.window_ns) < SHORTEST_NS:
+    drafts = sum([c.draft_tokens for c in known])
+    if not (drafts or case.speculative) or sum([c.window_ns for c in known]) < SHORTEST_NS:
         return None
-    by_steps = _sum(known, lambda c: c.step_prompt_tokens or 0)
-    counted = _sum(known, lambda c: c.prompt_tokens or 0)
+    by_steps = sum([c.step_prompt_tokens or 0 for c in known])
+    counted = sum([c.prompt_tokens or 0 for c in known])
     if by_steps <= 1.2 * counted + case.budget_tokens:
         return None
     return _say(

@@ -22,11 +22,12 @@ from gpuidle.agent.model import RATIO_STEP, CounterSeries, EngineReading, StepSe
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.roofline import compute_time_s
 from gpuidle.agent.physics.shapes import ModelShape
-from gpuidle.agent.physics.work import Work, work
+from gpuidle.agent.physics.work import Column, Work, work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_NEEDED = ("prefill_tokens", "decode_tokens", "kv_tokens", "sequences")
 _DRAM = ("dram_read_bytes_per_s", "dram_write_bytes_per_s")
 
 
@@ -41,6 +42,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     padded: Any
     """Rows with those that fill up the tiles over those without."""
     work: Work
+    moved: Any
+    """Bytes of weights and KV cache."""
 
 
 def steps_of(
@@ -56,15 +59,9 @@ def steps_of(
     `hit_ratio` is the share of prompt tokens that the prefix cache has: prompts attend to these as well.
     """
     usable = [s for s in series if len(s) and s.end_ns[-1] > start_ns and s.start_ns[0] < end_ns]
-    if not usable or any(
-        not s.exact
-        or s.lost
-        or s.prefill_tokens is None
-        or s.decode_tokens is None
-        or s.kv_tokens is None
-        or s.sequences is None
-        for s in usable
-    ):
+    if not usable or not all(s.exact and not s.lost for s in usable):
+        return None
+    if not all(known(usable, name) for name in _NEEDED):
         return None
 
     start, end = whole(usable, "start_ns"), whole(usable, "end_ns")
@@ -99,17 +96,18 @@ def steps_of(
     alone = prefill == 0
     # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
     # chunk reads the chunks before it, which filled their steps.
-    those = float(decoding_sequences[alone].sum())
-    decoding = float(context[alone].sum()) / those if those else math.inf
+    those = float(np.dot(decoding_sequences, alone))
+    decoding = float(np.dot(context, alone)) / those if those else math.inf
     of_decodes = np.minimum(context, decoding_sequences * decoding) if decoding < math.inf else context
     before: Any = _chunks_before(prefill, tokens, reading)
     if hit_ratio:
         # What the cache had of the prompts is known on average only.
-        before = before + prefill * (hit_ratio / (1 - min(0.99, hit_ratio)))
-    before = np.minimum(before, context - of_decodes)
+        before = prefill * (hit_ratio / (1 - min(0.99, hit_ratio))) + (0 if before is None else before)
     chunk = prefill / np.maximum(1, prompts)
     of_rows = _row_pairs(np.where(alone, context, of_decodes), decode, decoding_sequences, drafting=drafting)
-    of_prompts = prefill * (chunk + 1) / 2 + before * chunk
+    of_prompts = prefill * (chunk + 1) / 2
+    if before is not None:
+        of_prompts = of_prompts + np.minimum(before, context - of_decodes) * chunk
     padded = (tokens + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS / np.maximum(tokens, 1)
     place = reading.parallelism
     ask = partial(
@@ -129,7 +127,15 @@ def steps_of(
         useful = ask(tokens=kept, logit_rows=rows - rejected, attention_pairs=of_rows + of_prompts - lost)
         done = msgspec.structs.replace(done, flops=useful.flops)
         padded = padded * tokens / kept
-    return Steps(start=start, end=end, share=inside / (end - start), tokens=tokens, padded=padded, work=done)
+    return Steps(
+        start=start,
+        end=end,
+        share=inside / (end - start),
+        tokens=tokens,
+        padded=padded,
+        work=done,
+        moved=np.asarray(done.total_bytes),
+    )
 
 
 def _row_pairs(context: Ints, decode: Ints, sequences: Ints, *, drafting: bool) -> Any:
@@ -140,14 +146,14 @@ def _row_pairs(context: Ints, decode: Ints, sequences: Ints, *, drafting: bool) 
     return context * each + decode * (each + 1) / 2
 
 
-def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints:
-    """Return the prompt tokens computed in the unbroken run of full steps before each step."""
+def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints | None:
+    """Return the prompt tokens computed in the unbroken run of full steps before each step; None: no run."""
     budget = reading.limits.max_batched_tokens
     if budget is None:
-        return np.zeros(len(prefill), dtype=np.int64)
+        return None
     full = tokens >= 0.98 * budget
-    if not full.any():
-        return np.zeros(len(prefill), dtype=np.int64)
+    if not np.count_nonzero(full):
+        return None
     total = np.cumsum(prefill)
     # The total at the last step that was not full; what came after it is the run.
     broken = np.maximum.accumulate(np.where(full, 0, total))
@@ -155,10 +161,9 @@ def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints:
     return np.concatenate(([0], run[:-1]))
 
 
-def table_ns(steps: Steps, tensor_parallel: int) -> Floats:
-    """Return what the messages of each step take by the table of collectives."""
-    found = collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
-    return np.broadcast_to(np.asarray(found), steps.start.shape)
+def table_ns(steps: Steps, tensor_parallel: int) -> Column:
+    """Return what the messages of each step take by the table of collectives; one number if all are alike."""
+    return collectives_ns(steps.work.collectives, steps.work.collective_bytes, tensor_parallel)
 
 
 def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
@@ -170,8 +175,8 @@ def summed(steps: Steps, tensor_parallel: int) -> WindowWork:
         flops_by_dtype=flops,
         flops_low=0.95 * whole,
         flops_high=1.05 * whole,
-        bytes_moved=float(np.dot(steps.work.total_bytes, steps.share)),
-        collectives_ns=float(np.sum(talking * steps.share)),
+        bytes_moved=float(np.dot(steps.moved, steps.share)),
+        collectives_ns=float(np.sum(talking * steps.share)) if isinstance(talking, np.ndarray) else talking,
     )
 
 
@@ -281,7 +286,7 @@ def step_terms(
     seen = _integrals(steps, counters, lag_ns, (("tensor_active",), _DRAM))
     if seen is None:
         busy = useful * steps.padded / clock_ratio
-        memory = np.asarray(steps.work.total_bytes) / reachable_bytes_per_s * 1e9
+        memory = steps.moved / reachable_bytes_per_s * 1e9
     else:
         busy, moved = seen[0] * RATIO_STEP, seen[1] / 1e9
         memory = moved / reachable_bytes_per_s * 1e9
@@ -289,10 +294,10 @@ def step_terms(
     rest = length - executed
     bound = np.minimum(rest, np.maximum(0.0, memory - executed))
     talking = table_ns(steps, tensor_parallel) if messages_ns is None else messages_ns
-    return StepTerms(
-        memory_ns=float(np.dot(bound, steps.share)),
-        communication_ns=float(np.dot(np.minimum(talking, rest - bound), steps.share)),
-    )
+    talked_ns = 0.0
+    if tensor_parallel > 1:
+        talked_ns = float(np.dot(np.minimum(talking, rest - bound), steps.share))
+    return StepTerms(memory_ns=float(np.dot(bound, steps.share)), communication_ns=talked_ns)
 
 
 def tiles_ns(steps: Steps, peaks: DevicePeaks) -> float | None:

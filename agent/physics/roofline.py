@@ -34,11 +34,12 @@ def compute_time_s(
     work: Work, peaks: DevicePeaks, *, at_max_clock: bool = False, executed: bool = False
 ) -> Column:
     """Return the seconds at the dense peak of each op's dtype: sum over dtypes of FLOPs / peak."""
-    total: Column = 0.0
+    total: Column | None = None
     for dtype, flops in (work.executed_flops if executed else work.flops).items():
         if np.count_nonzero(flops):
-            total = total + flops / peaks.rate(dtype, at_max_clock=at_max_clock)
-    return total
+            seconds = flops / peaks.rate(dtype, at_max_clock=at_max_clock)
+            total = seconds if total is None else total + seconds
+    return 0.0 if total is None else total
 
 
 def step_time_s(

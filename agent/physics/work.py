@@ -148,12 +148,12 @@ def work(
     reads, count = _float(kv_read_tokens), _float(steps)
     rejected = _float(rejected_rows)
     tp, pp = tensor_parallel, pipeline_parallel
-    keeps_all = not any(isinstance(each, np.ndarray) or each for each in (rejected_rows, rejected_pairs))
+    keeps_all = _nothing(rejected_rows) and _nothing(rejected_pairs)
     ranks = tp * data_parallel if expert_parallel else tp
     groups = data_parallel if expert_parallel else 1
     sums = _matrices(shape, tp, ranks)
     useful: dict[str, NDArray[np.float64]] = {}
-    executed: dict[str, NDArray[np.float64]] = {}
+    executed = useful if keeps_all and _nothing(expanded_tokens) else {}
     for dtype in dict.fromkeys((*sums.per_token, *sums.per_logit_row)):
         body, head = sums.per_token.get(dtype, 0.0) / pp, sums.per_logit_row.get(dtype, 0.0) / pp
         executed[dtype] = t * body + rows * head
@@ -164,7 +164,7 @@ def work(
         fewest, uniform, most = _distinct_experts(experts, active, t * groups, count)
         low, mean, high = (was + each / pp * of for was, of in ((low, fewest), (mean, uniform), (high, most)))
 
-    kv = np.zeros(())
+    kv: NDArray[np.float64] | None = None
     b = shape.kv_dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes
     for a in shape.attentions:
         seen, read_here = _seen(a, t, pairs, reads, windowed_attention_pairs, windowed_kv_read_tokens)
@@ -175,25 +175,30 @@ def work(
             in_decode = np.minimum(absorbed, pairs) * _part(seen, pairs)
             flops = flops + scale * in_decode * (a.absorbed_flops_per_pair - a.flops_per_pair)
             width = a.heads * (a.key_dim - a.rope_dim + a.value_dim)
-            expanding = scale * 2.0 * a.latent_dim * width * _float(expanded_tokens)
-            _add(executed, "bf16", flops + expanding)
-        else:
+            if executed is not useful:
+                expanding = scale * 2.0 * a.latent_dim * width * _float(expanded_tokens)
+                _add(executed, "bf16", flops + expanding)
+        elif executed is not useful:
             _add(executed, "bf16", flops)
         if not keeps_all:
             thrown = scale * a.absorbed_flops_per_pair * _float(rejected_pairs)
             flops = flops - thrown * _part(seen, pairs)
         _add(useful, "bf16", flops)
         held = kv_held_share(shape, tp)
-        kv = kv + (read_here + t) * (a.layers * a.kv_elements_per_token * b * held / pp)
+        moved = (read_here + t) * (a.layers * a.kv_elements_per_token * b * held / pp)
+        kv = moved if kv is None else kv + moved
 
     messages, payload = _collectives(shape, tp, pp, data_parallel if expert_parallel else 1, t, rows, count)
+    flops_by_dtype = {dtype: _column(value) for dtype, value in useful.items()}
     return Work(
-        flops={dtype: _column(value) for dtype, value in useful.items()},
-        executed_flops={dtype: _column(value) for dtype, value in executed.items()},
+        flops=flops_by_dtype,
+        executed_flops=flops_by_dtype
+        if executed is useful
+        else {dtype: _column(value) for dtype, value in executed.items()},
         weight_bytes=_column(mean),
         weight_bytes_low=_column(low),
         weight_bytes_high=_column(high),
-        kv_bytes=_column(kv),
+        kv_bytes=0.0 if kv is None else _column(kv),
         collectives=_column(messages),
         collective_bytes=_column(payload),
     )
@@ -315,10 +320,12 @@ def _collectives(
     the divided embedding, and a gather of the logits. Experts over data-parallel replicas: their all-reduce
     becomes dispatch and combine of T x k x D. Pipeline: hidden states and residual, once a boundary.
     """
+    messages: NDArray[np.float64] = np.zeros(steps.shape)
+    payload: NDArray[np.float64] = np.zeros(tokens.shape)
+    if tp == pp == expert_groups == 1:
+        return messages, payload
     hidden = shape.hidden * shape.activation_bytes
     moe_layers = max((m.layers for m in shape.matmuls if m.part == "expert"), default=0)
-    messages: NDArray[np.float64] = np.zeros(()) * steps
-    payload: NDArray[np.float64] = np.zeros(tokens.shape)
     if tp > 1:
         reduces = 2 * shape.layers - (moe_layers if expert_groups > 1 else 0) + 1
         messages = messages + steps * (reduces + 1) / pp
@@ -341,6 +348,10 @@ def _part(seen: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.f
 
 def _add(sums: dict[str, NDArray[np.float64]], key: str, value: NDArray[np.float64]) -> None:
     sums[key] = sums[key] + value if key in sums else value
+
+
+def _nothing(value: Number) -> bool:
+    return not isinstance(value, np.ndarray) and not value
 
 
 def _float(value: Number) -> NDArray[np.float64]:
