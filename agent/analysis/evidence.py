@@ -9,6 +9,7 @@ from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.bandwidth import Reachable, reachable
 from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
+from gpuidle.agent.analysis.excess import excess_of_sums
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
 from gpuidle.agent.analysis.links import Floats, steps_learned, usual_ns
 from gpuidle.agent.analysis.peers import idle_wait
@@ -241,19 +242,7 @@ def _excess(
         terms = step_terms(engine.priced, rows, peaks, rate.bytes_per_s, ranks, track.lag_ns, clock, own)
         return terms.memory_ns, terms.communication_ns
     talk = None if engine.work is None else engine.work.collectives_ns
-    shares, clues = engine.shares, engine.clues
-    if seen.active_ns is None or engine.decode is None or not clues.pace_ns or engine.sums is None:
-        return None, talk
-    # Decode steps and the rest apart: their traffic is known, so is what the pipe does in decode alone.
-    decode_ns = float(shares.decode_ns)
-    steps = decode_ns / clues.pace_ns
-    memory = steps * engine.decode.bytes_moved / rate.bytes_per_s * 1e9
-    pipe = steps * engine.decode.pipe_s(peaks) * 1e9
-    if track.decode_pipe_ratio is not None:
-        pipe = track.decode_pipe_ratio * decode_ns
-    if seen.dram_bytes is not None:
-        memory = min(memory, seen.dram_bytes / rate.bytes_per_s * 1e9)
-    return min(decode_ns, max(0.0, memory - pipe)), talk
+    return excess_of_sums(engine, seen, track.decode_pipe_ratio, peaks, rate), talk
 
 
 def _messages_ns(
