@@ -12,6 +12,7 @@ import math
 import msgspec
 
 from gpuidle.agent.analysis.enginewindow import EngineWindow
+from gpuidle.agent.analysis.stepsizes import prompt_sizes
 from gpuidle.agent.analysis.tracks import GpuTrack
 from gpuidle.agent.physics.peaks import DevicePeaks
 
@@ -133,7 +134,7 @@ def _padding(track: GpuTrack, decode_ns: float, useful_ns: float, pad_ns: float 
 def _lendable(engine: EngineWindow, peaks: DevicePeaks) -> float:
     """Return the prompts' work booked in the next window that may have been done in this one.
 
-    Beside prompts that end here that is one prompt: the one that the edge cuts.
+    Beside prompts that end here that is one step with prompts: the one that the edge cuts.
     """
     following, lent = engine.clues.following, engine.lent
     if lent is None or following is None:
@@ -141,6 +142,6 @@ def _lendable(engine: EngineWindow, peaks: DevicePeaks) -> float:
     seconds = lent.useful_s(peaks)
     if seconds is None:
         return 0.0
-    firsts = following.first_tokens or 1
+    steps = sum(count for _, count in prompt_sizes(following))
     ended = engine.sums is not None and engine.sums.first_tokens
-    return seconds * 1e9 * lent.prompt_ratio / (firsts if ended else 1)
+    return seconds * 1e9 * lent.prompt_ratio / (max(1.0, steps) if ended else 1.0)

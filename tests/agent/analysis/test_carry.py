@@ -27,8 +27,19 @@ def track() -> GpuTrack:
     return GpuTrack(reading=gpu(1), last_seen_ns=0)
 
 
-def window(prompt: int, decodes: int = 0, *, containing: int = T, following: int = 0) -> EngineWindow:
-    """A second in which prompts of so many tokens ended, before one in which `following` tokens do."""
+def window(
+    prompt: int,
+    decodes: int = 0,
+    *,
+    containing: int = T,
+    following: int = 0,
+    prompts: int = 1,
+    steps: tuple[tuple[float, float], ...] | None = None,
+) -> EngineWindow:
+    """A second in which prompts of so many tokens ended, before one in which `following` tokens do.
+
+    Those are of so many `prompts`, in `steps` of (tokens, steps).
+    """
     told = engine(1)
     here = sums(
         prefill_tokens=prompt,
@@ -41,8 +52,9 @@ def window(prompt: int, decodes: int = 0, *, containing: int = T, following: int
         start_ns=T,
         end_ns=2 * T,
         prefill_tokens=following,
-        first_tokens=int(following > 0),
+        first_tokens=prompts * int(following > 0),
         generated_tokens=1,
+        prompt_steps=steps,
     )
     return EngineWindow(
         reading=told,
@@ -86,6 +98,18 @@ def test_a_window_pays_in_advance_for_a_prompt_that_ends_in_the_next() -> None:
     assert first == pytest.approx(0.2 * T)
     ending = window(20_000)
     assert first + paid(card, ending, 0.9 * T) == pytest.approx(useful_of(ending), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("steps", "part"),
+    [(None, 0.25), (((5_000.0, 4.0),), 0.25), (((10_000.0, 2.0),), 0.5), (((20_000.0, 1.0),), 1.0)],
+)
+def test_an_edge_cuts_one_step_whatever_prompts_are_in_it(
+    steps: tuple[tuple[float, float], ...] | None, part: float
+) -> None:
+    here = window(1_000, following=20_000, prompts=4, steps=steps)
+    ahead = paid(track(), here, 0.9 * T) - useful_of(here)
+    assert ahead == pytest.approx(part * useful_of(window(20_000)), rel=0.02)
 
 
 def test_what_is_owed_is_not_paid_by_a_window_of_decodes() -> None:
