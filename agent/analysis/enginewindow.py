@@ -176,8 +176,8 @@ def settle_engine(
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
     priced = None
     if shape is not None and steps is not None and reading.parallelism.data == 1:
-        hits = hit_ratio(track)
-        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading, hits)
+        known = (hit_ratio(track), track.sizes.spread())
+        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading, *known)
     pace_ns: float | None = None
     pace_spread = 0.0
     decode: DecodeStep | None = None

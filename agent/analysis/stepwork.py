@@ -53,10 +53,13 @@ def steps_of(
     shape: ModelShape,
     reading: EngineReading,
     hit_ratio: float = 0.0,
+    spread: float = 0.0,
 ) -> Steps | None:
     """Return the priced steps that touch [start_ns, end_ns); None unless every column needed is known.
 
     `hit_ratio` is the share of prompt tokens that the prefix cache has: prompts attend to these as well.
+    `spread` is the variance of the prompts' sizes over the square of their mean: of several in one step the
+    mean is known, and the longer ones attend to more.
     """
     usable = [s for s in series if len(s) and s.end_ns[-1] > start_ns and s.start_ns[0] < end_ns]
     if not usable or not all(s.exact and not s.lost for s in usable):
@@ -105,7 +108,7 @@ def steps_of(
         before = prefill * (hit_ratio / (1 - min(0.99, hit_ratio))) + (0 if before is None else before)
     chunk = prefill / np.maximum(1, prompts)
     of_rows = _row_pairs(np.where(alone, context, of_decodes), decode, decoding_sequences, drafting=drafting)
-    of_prompts = prefill * (chunk + 1) / 2
+    of_prompts = (prefill * (chunk + 1) + spread * chunk * (prefill - chunk)) / 2
     if before is not None:
         of_prompts = of_prompts + np.minimum(before, context - of_decodes) * chunk
     padded = (tokens + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS / np.maximum(tokens, 1)

@@ -36,6 +36,41 @@ def steps(start: Ints, end: Ints) -> Steps:
     return found
 
 
+def test_of_several_prompts_in_a_step_the_longer_ones_attend_to_more() -> None:
+    shape = shape_from_config(json.loads(LLAMA_8B))
+    prompts = (500, 1500, 2500)
+    end = np.array([20, 40]) * MS
+
+    def flops(prefill: list[int], sequences: list[int], spread: float) -> NDArray[np.float64]:
+        zero = column(np.zeros(2), "i8")
+        series = StepSeries(
+            engine_id="e",
+            source="plugin",
+            exact=True,
+            lost=0,
+            start_ns=column(end - 20 * MS, "i8"),
+            end_ns=column(end, "i8"),
+            prefill_tokens=column(prefill, "i8"),
+            decode_tokens=zero,
+            kv_tokens=zero,
+            sequences=column(sequences, "i8"),
+        )
+        found = steps_of([series], 0, 40 * MS, shape, engine(0.0), spread=spread)
+        assert found is not None
+        return np.asarray(found.work.total_flops)
+
+    apart = [float(flops([size, size], [1, 1], 0.0)[0]) for size in prompts]
+    mean = sum(prompts) / 3
+    # Of three that were drawn from so wide a range, as these are.
+    spread = sum((size - mean) ** 2 for size in prompts) / 2 / mean**2
+    together = flops([sum(prompts), 1500], [3, 1], spread)
+    uneven = apart[0] + apart[2] - 2 * apart[1]  # only attention is not linear
+    assert uneven > 0
+    assert together[0] == pytest.approx(sum(apart), rel=1e-4)
+    assert together[1] == pytest.approx(apart[1])
+    assert flops([sum(prompts), 1500], [3, 1], 0.0)[0] < sum(apart) - 0.9 * uneven
+
+
 def counters(active_ns: NDArray[np.float64], width_ns: int) -> CounterSeries:
     """Return samples from 0 on that were active so long each, without a warp on the SMs."""
     count = len(active_ns)
