@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.analyzer import Analyzer
-from gpuidle.agent.analysis.phase import shares_from_steps
+from gpuidle.agent.analysis.stepshares import shares_from_steps
 from gpuidle.agent.model import (
     EngineCounters,
     EngineLimits,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gpuidle.agent.analysis.activity import activity, without_lone_rest, without_stale_rest
-from gpuidle.agent.analysis.cores import prune_steps, settle_cores
+from gpuidle.agent.analysis.cores import prune_steps, settle_cores, steps_of_engines
 from gpuidle.agent.analysis.counting import count_engine
 from gpuidle.agent.analysis.deadcounter import without_dead_tensor
 from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, sums_within
@@ -163,17 +163,16 @@ class Analyzer:
         for hw_id in seen.keys() - told:
             seen[hw_id] = without_lone_rest(seen[hw_id], window.busy_before.get(hw_id))
         done: dict[str, dict[str, EngineWindow]] = {}
-        for key, reading in engines.items():
+        made = steps_of_engines(self._engines, engines, window, self._shapes.of)
+        for key, (engine, *cores) in made.items():
             mine = {hw_id: seen[hw_id] for hw_id in held[key] if hw_id in seen}
-            done[key] = settle_cores(
-                self._engines[key], reading, window, mine, gpus, self._gpus, self._shapes.of
-            )
+            done[key] = settle_cores(engine, cores, window, mine, gpus, self._gpus)
         # A GPU that is split into instances has no time of its own to account for.
         split = {gpu.reading.parent_hw_id for gpu in self._gpus.values()}
         for hw_id, gpu in self._gpus.items():
             if hw_id in split:
                 continue
-            here = [engine[hw_id] for engine in done.values() if hw_id in engine]
+            here = [views[hw_id] for views in done.values() if hw_id in views]
             problems += settle_gpu(gpu, window, seen[hw_id], here, self._settings.trailing_ns)
         for track in self._engines.values():
             # One settled window is kept: a prompt may reach back into it only while it is pending.

@@ -13,7 +13,7 @@ import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.durations import together
-from gpuidle.agent.analysis.enginewindow import EngineWindow, device_peaks, settle_engine
+from gpuidle.agent.analysis.enginewindow import EngineWindow, Made, device_peaks, settle_engine, with_steps
 from gpuidle.agent.analysis.frames import mean_known
 from gpuidle.agent.analysis.integers import split
 from gpuidle.agent.analysis.peers import group_of, waits
@@ -44,37 +44,53 @@ def cores_of(track: EngineTrack) -> dict[str, EngineTrack]:
     return track.cores
 
 
+def steps_of_engines(
+    tracks: Mapping[str, EngineTrack],
+    readings: Mapping[str, EngineReading],
+    window: Pending,
+    shape_of: Callable[[EngineReading], ModelShape | None],
+) -> dict[str, list[Made]]:
+    """Return each engine of `readings` and then its cores, with the steps that they made in a window."""
+    asked: dict[str, list[Made]] = {}
+    for key, reading in readings.items():
+        cores = cores_of(tracks[key])
+        asked[key] = [Made(tracks[key], reading, shape_of(reading))]
+        for rank, core in cores.items():
+            own = core_reading(reading, rank)
+            asked[key].append(Made(core, own, shape_of(own), rank))
+    made = iter(with_steps([each for those in asked.values() for each in those], window))
+    return {key: [next(made) for _ in those] for key, those in asked.items()}
+
+
 def settle_cores(
-    track: EngineTrack,
-    reading: EngineReading,
+    engine: Made,
+    cores: Sequence[Made],
     window: Pending,
     seen: Mapping[str, Activity],
     gpus: Mapping[str, GpuReading],
     tracks: Mapping[str, GpuTrack],
-    shape_of: Callable[[EngineReading], ModelShape | None],
 ) -> dict[str, EngineWindow]:
     """Settle one engine with its cores and return its window as each device that it holds sees it.
 
     `seen` are the devices that it holds, `gpus` all that were read at the window's end.
     """
-    cores = cores_of(track)
     busy = mean_known([each.active_ns for each in seen.values()])
-    whole = settle_engine(track, reading, window, shape_of(reading), busy)
+    whole = settle_engine(engine, window, busy)
     if not cores:
         return with_waits(dict.fromkeys(seen, whole), [list(seen)], tracks, window)
-    placed = place(reading, cores, list(seen), gpus)
+    ranks = [core.rank for core in cores if core.rank is not None]
+    placed = place(engine.reading, ranks, list(seen), gpus)
     done: dict[str, EngineWindow] = {}
-    for rank, core in cores.items():
+    for rank, core in zip(ranks, cores, strict=True):
         mine = [seen[hw_id].active_ns for hw_id, name in placed.items() if name == rank]
-        own = core_reading(reading, rank)
-        done[rank] = settle_engine(core, own, window, shape_of(own), mean_known(mine))
-    whole = joined(track, whole, list(done.values()))
+        done[rank] = settle_engine(core, window, mean_known(mine))
+    whole = joined(engine.track, whole, list(done.values()))
     window_ns = window.end_ns - window.start_ns
     views = {
         hw_id: on_device(whole, done.get(placed.get(hw_id, "")), each, window_ns)
         for hw_id, each in seen.items()
     }
-    groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in cores]
+    groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in ranks]
     return with_waits(views, groups, tracks, window)
 
 

@@ -19,7 +19,7 @@ _UPPER_NS = np.array(
 )
 """Upper edges, inclusive: an integer is below an edge exactly if it is below the edge's floor."""
 _EXACT_NS = 1 << 53
-"""Sums up to here are whole numbers in floats as well."""
+"""Sums of whole numbers below it are exact in floats as well."""
 
 
 def durations_of(lengths_ns: NDArray[np.int64]) -> Durations | None:
@@ -40,28 +40,27 @@ def durations_by_kind(
     lengths_ns: NDArray[np.int64], kinds: NDArray[np.int64], count: int
 ) -> list[Durations | None]:
     """Return the same of each kind: `kinds` says which of 0 to `count` - 1 each length is of."""
-    if not len(lengths_ns) or lengths_ns.min() <= 0 or lengths_ns.max() > _EXACT_NS // len(lengths_ns):
-        return [durations_of(lengths_ns[kinds == kind]) for kind in range(count)]
-    found = _UPPER_NS.searchsorted(lengths_ns)
-    first = int(found.min())
-    found -= first
-    width = int(found.max()) + 1
-    table = np.bincount(kinds * width + found, minlength=count * width).reshape(count, width).tolist()
     sums = np.bincount(kinds, weights=lengths_ns, minlength=count).tolist()
-    return [_trimmed(_FIRST + first, counts, int(sum_ns)) for counts, sum_ns in zip(table, sums, strict=True)]
-
-
-def _trimmed(offset: int, counts: list[int], sum_ns: int) -> Durations | None:
-    """Return the counts without the zeros at both ends; None if there is nothing else."""
-    last = len(counts)
-    while last and not counts[last - 1]:
-        last -= 1
-    if not last:
-        return None
-    first = 0
-    while not counts[first]:
-        first += 1
-    return Durations(offset=offset + first, counts=tuple(counts[first:last]), sum_ns=sum_ns)
+    if not len(lengths_ns) or lengths_ns.min() <= 0 or max(sums) >= _EXACT_NS:
+        return [durations_of(lengths_ns[kinds == kind]) for kind in range(count)]
+    buckets = _UPPER_NS.searchsorted(lengths_ns)
+    first = int(buckets.min())
+    width = int(buckets.max()) - first + 1
+    table = np.bincount(kinds * width + (buckets - first), minlength=count * width)
+    filled = np.flatnonzero(table)
+    counts: list[dict[int, int]] = [{} for _ in range(count)]
+    for place, many in zip(filled.tolist(), table[filled].tolist(), strict=True):
+        counts[place // width][place % width] = many
+    return [
+        Durations(
+            offset=_FIRST + first + min(each),
+            counts=tuple([each.get(bucket, 0) for bucket in range(min(each), max(each) + 1)]),
+            sum_ns=int(sum_ns),
+        )
+        if each
+        else None
+        for each, sum_ns in zip(counts, sums, strict=True)
+    ]
 
 
 def _total(lengths_ns: NDArray[np.int64]) -> int:

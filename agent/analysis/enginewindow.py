@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,10 +12,12 @@ from gpuidle.agent.analysis.durations import together
 from gpuidle.agent.analysis.hostgap import request_throughout
 from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
-from gpuidle.agent.analysis.phase import Clues, StepWindow, shares_from_steps, shares_from_sums
+from gpuidle.agent.analysis.phase import Clues, shares_from_sums
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.steppricing import Stream, steps_of_each
+from gpuidle.agent.analysis.stepshares import StepWindow, shares_of_each
 from gpuidle.agent.analysis.stepsizes import decode_rows, prompt_sizes
-from gpuidle.agent.analysis.stepwork import Steps, steps_of, summed
+from gpuidle.agent.analysis.stepwork import Steps, summed
 from gpuidle.agent.analysis.tracks import EngineTrack, Pending
 from gpuidle.agent.analysis.windowwork import (
     DecodeStep,
@@ -59,6 +62,19 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
     """(read_ns, FLOPs per GPU) of the engine's own estimate, those after the window included."""
     waits: Waits | None = None
     """What the device waited for the others of its group; None: it has none, or not all were seen."""
+
+
+class Made(NamedTuple):
+    """An engine, or a core of one, with the steps that it made in a window."""
+
+    track: EngineTrack
+    reading: EngineReading
+    shape: ModelShape | None
+    rank: str | None = None
+    """Of a core; None: the engine as a whole."""
+    steps: StepWindow | None = None
+    priced: Steps | None = None
+    """Exact steps with their work."""
 
 
 _peaks = lru_cache(maxsize=64)(find_peaks)
@@ -161,23 +177,27 @@ def _batch(
     )
 
 
-def settle_engine(
-    track: EngineTrack,
-    reading: EngineReading,
-    window: Pending,
-    shape: ModelShape | None,
-    busy_ns: float | None,
-) -> EngineWindow:
+def with_steps(engines: Sequence[Made], window: Pending) -> list[Made]:
+    """Return the same with the steps of the window, where there are any."""
+    span = window.start_ns, window.end_ns
+    streams = [list(each.track.steps) for each in engines]
+    steps = shares_of_each(streams, *span)
+    asked = {
+        i: Stream(streams[i], each.reading, each.shape, hit_ratio(each.track), each.track.sizes.spread())
+        for i, each in enumerate(engines)
+        if each.shape is not None and steps[i] is not None and each.reading.parallelism.data == 1
+    }
+    priced = dict(zip(asked, steps_of_each(list(asked.values()), *span), strict=True))
+    return [each._replace(steps=steps[i], priced=priced.get(i)) for i, each in enumerate(engines)]
+
+
+def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineWindow:
     """Return what the engine did; `busy_ns` is the mean over its GPUs, None without counters."""
+    track, reading, shape, steps, priced = made.track, made.reading, made.shape, made.steps, made.priced
     sums = sums_within(list(track.sums), window.start_ns, window.end_ns)
-    steps = shares_from_steps(list(track.steps), window.start_ns, window.end_ns)
     window_ns = window.end_ns - window.start_ns
     later_ns = window.end_ns - window_ns // 3
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
-    priced = None
-    if shape is not None and steps is not None and reading.parallelism.data == 1:
-        known = (hit_ratio(track), track.sizes.spread())
-        priced = steps_of(list(track.steps), window.start_ns, window.end_ns, shape, reading, *known)
     pace_ns: float | None = None
     pace_spread = 0.0
     decode: DecodeStep | None = None

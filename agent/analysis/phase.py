@@ -8,17 +8,14 @@ evidence does not carry is `unknown`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
-import numpy as np
 
-from gpuidle.agent.analysis.columns import whole
-from gpuidle.agent.analysis.durations import durations_by_kind
-from gpuidle.agent.analysis.integers import clip_to, split
+from gpuidle.agent.analysis.integers import clip_to
 from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
-from gpuidle.agent.model import Durations, Evidence, Shares, StepSeries
+from gpuidle.agent.model import Evidence, Shares
 
 UNSURE = 0.06
 """A window whose prefill-containing share is not known better than this (two standard errors) is unknown,"""
@@ -233,101 +230,3 @@ def _settle(
         prefill_high_ns=max(high, containing),
         evidence=evidence,
     )
-
-
-class StepWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one engine clipped to one window."""
-
-    shares: Shares
-    steps: dict[str, int]
-    """Steps that ended in the window, by phase."""
-    durations: dict[str, Durations]
-    """Of the same steps, where they named tokens: whole, not clipped to the window."""
-    gap_with_requests_ns: int
-    """Between steps while a sequence was alive: the host's fault."""
-    gap_without_requests_ns: int
-
-
-def shares_from_steps(series: Sequence[StepSeries], start_ns: int, end_ns: int) -> StepWindow | None:
-    """Return the phases of [start_ns, end_ns) from steps that name their tokens; None without such steps.
-
-    `series` may reach beyond the window on both sides: the step after a gap tells whether requests were
-    alive in it (a decode row in it was), so windows are settled with some steps of the future in hand.
-    """
-    usable = [s for s in series if s.prefill_tokens is not None and s.decode_tokens is not None and len(s)]
-    if not usable:
-        return None
-    start, end = whole(usable, "start_ns"), whole(usable, "end_ns")
-    prefill, decode = whole(usable, "prefill_tokens"), whole(usable, "decode_tokens")
-    if np.count_nonzero(end[1:] < end[:-1]):
-        order = np.argsort(end, kind="stable")
-        start, end, prefill, decode = start[order], end[order], prefill[order], decode[order]
-    # Those that ended in the window, then those that end after it: some of them began in it.
-    first, last = end.searchsorted((start_ns, end_ns), side="right").tolist()
-    begun = start[last:] < end_ns
-    here = slice(first, last + (int(np.flatnonzero(begun)[-1]) + 1 if np.count_nonzero(begun) else 0))
-    kinds = (prefill[here] > 0) + 2 * (decode[here] > 0)
-    names = ("unknown", "prefill", "decode", "mixed")
-    clipped = np.maximum(0, np.minimum(end[here], end_ns) - np.maximum(start[here], start_ns))
-    sums = np.bincount(kinds, weights=clipped, minlength=len(names)).tolist()
-    times = {name: int(ns) for name, ns in zip(names, sums, strict=True)}
-    ended = kinds[: last - first]
-    counts = dict(zip(names, np.bincount(ended, minlength=len(names)).tolist(), strict=True))
-    lasted = durations_by_kind(end[first:last] - start[first:last], ended, len(names))
-    durations = {name: each for name, each in zip(names[1:], lasted[1:], strict=True) if each is not None}
-    window_ns = end_ns - start_ns
-    busy_ns = sum(times.values())
-    if busy_ns > window_ns:  # steps of two overlapping sources: their shares still hold
-        times = dict(zip(times, split(window_ns, list(times.values())), strict=True))
-        busy_ns = window_ns
-    with_requests = 0
-    if busy_ns < window_ns:
-        gaps = _gaps_with_requests(start, end, prefill > 0, decode > 0, start_ns, end_ns, first, last)
-        with_requests = min(gaps, window_ns - busy_ns)
-    exact = all(s.exact for s in usable)
-    containing = times["prefill"] + times["mixed"]
-    return StepWindow(
-        shares=Shares(
-            window_ns=window_ns,
-            prefill_ns=times["prefill"],
-            decode_ns=times["decode"],
-            mixed_ns=times["mixed"],
-            unknown_ns=times["unknown"],
-            idle_ns=window_ns - busy_ns,
-            prefill_low_ns=containing,
-            prefill_high_ns=containing + times["unknown"],
-            evidence="measured" if exact else "estimated",
-        ),
-        steps={name: counts[name] for name in ("prefill", "decode", "mixed", "unknown") if counts[name]},
-        durations=durations,
-        gap_with_requests_ns=with_requests,
-        gap_without_requests_ns=window_ns - busy_ns - with_requests,
-    )
-
-
-def _gaps_with_requests(
-    start: np.ndarray[tuple[int], np.dtype[np.int64]],
-    end: np.ndarray[tuple[int], np.dtype[np.int64]],
-    prefill: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    decode: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    start_ns: int,
-    end_ns: int,
-    first: int,
-    last: int,
-) -> int:
-    """Return the gap time in the window in which a sequence was alive; it ended the steps `first` to `last`.
-
-    A decode row after a gap belongs to a sequence that lived through it. A prefill-only step after a gap may
-    be the next chunk of a prompt: it is taken for one when the gap is as short as the gaps before decodes.
-    """
-    before, after = slice(max(0, first - 1), min(last, len(end) - 1)), slice(max(1, first), last + 1)
-    gap_start, gap_end = end[before], start[after]
-    alive = decode[after]
-    chunk = ~alive & prefill[after] & prefill[before]
-    clipped = np.maximum(0, np.minimum(gap_end, end_ns) - np.maximum(gap_start, start_ns))
-    if np.count_nonzero(chunk):
-        lengths = np.maximum(0, gap_end - gap_start)
-        usual = np.maximum(0, start[1:] - end[:-1])[decode[1:]]
-        usual_ns = float(np.median(usual)) if len(usual) else 0.0
-        alive = alive | (chunk & (lengths <= max(3 * usual_ns, 2e6)))
-    return int(clipped[alive].sum())

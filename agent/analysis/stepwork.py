@@ -6,9 +6,7 @@ window as a whole is not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,18 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.collectives import collectives_ns
-from gpuidle.agent.analysis.columns import known, whole
-from gpuidle.agent.analysis.windowwork import TILE_ROWS, WindowWork
-from gpuidle.agent.model import RATIO_STEP, CounterSeries, EngineReading, StepSeries
+from gpuidle.agent.analysis.windowwork import WindowWork
+from gpuidle.agent.model import RATIO_STEP, CounterSeries
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.roofline import compute_time_s
-from gpuidle.agent.physics.shapes import ModelShape
-from gpuidle.agent.physics.work import Column, Work, work
+from gpuidle.agent.physics.work import Column, Work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_NEEDED = ("prefill_tokens", "decode_tokens", "kv_tokens", "sequences")
 _DRAM = ("dram_read_bytes_per_s", "dram_write_bytes_per_s")
 
 
@@ -44,124 +39,6 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     work: Work
     moved: Any
     """Bytes of weights and KV cache."""
-
-
-def steps_of(
-    series: Sequence[StepSeries],
-    start_ns: int,
-    end_ns: int,
-    shape: ModelShape,
-    reading: EngineReading,
-    hit_ratio: float = 0.0,
-    spread: float = 0.0,
-) -> Steps | None:
-    """Return the priced steps that touch [start_ns, end_ns); None unless every column needed is known.
-
-    `hit_ratio` is the share of prompt tokens that the prefix cache has: prompts attend to these as well.
-    `spread` is the variance of the prompts' sizes over the square of their mean: of several in one step the
-    mean is known, and the longer ones attend to more.
-    """
-    usable = [s for s in series if len(s) and s.end_ns[-1] > start_ns and s.start_ns[0] < end_ns]
-    if not usable or not all(s.exact and not s.lost for s in usable):
-        return None
-    if not all(known(usable, name) for name in _NEEDED):
-        return None
-
-    start, end = whole(usable, "start_ns"), whole(usable, "end_ns")
-    inside = np.minimum(end, end_ns) - np.maximum(start, start_ns)
-    keep: Any = inside > 0
-    touching = np.count_nonzero(keep)
-    if not touching:
-        return None
-    if touching == len(keep):
-        keep = slice(None)
-
-    def column(name: str) -> Ints:
-        found: Ints = whole(usable, name)[keep]
-        return found
-
-    start, end, inside = start[keep], end[keep], inside[keep]
-    prefill, decode = column("prefill_tokens"), column("decode_tokens")
-    context, sequences = column("kv_tokens"), column("sequences")
-
-    drafting = known(usable, "draft_tokens") and known(usable, "accepted_tokens")
-    repeating = known(usable, "recomputed_tokens")
-    drafts: Any = column("draft_tokens") if drafting else 0
-    rejected: Any = np.maximum(0, drafts - column("accepted_tokens")) if drafting else 0
-    again: Any = column("recomputed_tokens") if repeating else 0
-    decoding_sequences = np.maximum(0, decode - drafts) if drafting else decode
-    prompts = np.maximum(sequences - decoding_sequences, prefill > 0)
-    tokens = prefill + decode
-    if known(usable, "delivered_tokens"):
-        rows = np.minimum(column("delivered_tokens") + rejected, tokens)
-    else:
-        rows = decode + prompts
-    alone = prefill == 0
-    # Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
-    # chunk reads the chunks before it, which filled their steps.
-    those = float(np.dot(decoding_sequences, alone))
-    decoding = float(np.dot(context, alone)) / those if those else math.inf
-    of_decodes = np.minimum(context, decoding_sequences * decoding) if decoding < math.inf else context
-    before: Any = _chunks_before(prefill, tokens, reading)
-    if hit_ratio:
-        # What the cache had of the prompts is known on average only.
-        before = prefill * (hit_ratio / (1 - min(0.99, hit_ratio))) + (0 if before is None else before)
-    chunk = prefill / np.maximum(1, prompts)
-    of_rows = _row_pairs(np.where(alone, context, of_decodes), decode, decoding_sequences, drafting=drafting)
-    of_prompts = (prefill * (chunk + 1) + spread * chunk * (prefill - chunk)) / 2
-    if before is not None:
-        of_prompts = of_prompts + np.minimum(before, context - of_decodes) * chunk
-    padded = (tokens + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS / np.maximum(tokens, 1)
-    place = reading.parallelism
-    ask = partial(
-        work,
-        shape,
-        tensor_parallel=place.tensor,
-        pipeline_parallel=place.pipeline,
-        expert_parallel=place.expert,
-        data_parallel=max(1, place.data),
-        kv_read_tokens=context,
-    )
-    done = ask(tokens=tokens, logit_rows=rows, attention_pairs=of_rows + of_prompts)
-    if (drafting and rejected.any()) or (repeating and again.any()):
-        # Rows that were thrown away, or computed before and lost: executed, not useful.
-        kept = np.maximum(1, tokens - rejected - again)
-        lost = of_rows * rejected / np.maximum(1, decode) + of_prompts * again / np.maximum(1, prefill)
-        useful = ask(tokens=kept, logit_rows=rows - rejected, attention_pairs=of_rows + of_prompts - lost)
-        done = msgspec.structs.replace(done, flops=useful.flops)
-        padded = padded * tokens / kept
-    return Steps(
-        start=start,
-        end=end,
-        share=inside / (end - start),
-        tokens=tokens,
-        padded=padded,
-        work=done,
-        moved=np.asarray(done.total_bytes),
-    )
-
-
-def _row_pairs(context: Ints, decode: Ints, sequences: Ints, *, drafting: bool) -> Any:
-    """Return the keys that decode rows attend to: of each sequence the last token, and its drafts."""
-    if not drafting:
-        return context + decode
-    each = decode / np.maximum(1, sequences)
-    return context * each + decode * (each + 1) / 2
-
-
-def _chunks_before(prefill: Ints, tokens: Ints, reading: EngineReading) -> Ints | None:
-    """Return the prompt tokens computed in the unbroken run of full steps before each step; None: no run."""
-    budget = reading.limits.max_batched_tokens
-    if budget is None:
-        return None
-    full = tokens >= 0.98 * budget
-    if not np.count_nonzero(full):
-        return None
-    total = np.cumsum(prefill)
-    # The total at the last step that was not full; what came after it is the run.
-    broken = np.maximum.accumulate(np.where(full, 0, total))
-    run = np.where(full, total - broken, 0)
-    return np.concatenate(([0], run[:-1]))
 
 
 def table_ns(steps: Steps, tensor_parallel: int) -> Column:

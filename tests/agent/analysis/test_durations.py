@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuidle.agent.analysis.analyzer import Analyzer
 from gpuidle.agent.analysis.durations import durations_of, together
-from gpuidle.agent.analysis.phase import shares_from_steps
+from gpuidle.agent.analysis.stepshares import shares_from_steps
 from gpuidle.agent.codec import decode_frame, decode_snapshot, encode_frame, encode_snapshot
 from gpuidle.agent.model import Durations, Snapshot, StepSeries, column
 from gpuidle.collectors.simulator.node import Visible, simulate

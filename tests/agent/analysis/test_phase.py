@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuidle.agent.analysis.phase import Clues, shares_from_steps, shares_from_sums
+from gpuidle.agent.analysis.phase import Clues, shares_from_sums
 from gpuidle.agent.analysis.prompts import prefill_steps
 from gpuidle.agent.analysis.rates import Sums
+from gpuidle.agent.analysis.stepshares import shares_from_steps
 from gpuidle.agent.model import PHASES, StepSeries, column
 
 T = 10**9

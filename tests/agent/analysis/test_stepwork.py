@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from tests.agent.analysis.builders import LLAMA_8B, engine
 
-from gpuidle.agent.analysis.stepwork import Steps, steps_of, unheld_ns
+from gpuidle.agent.analysis.steppricing import Stream, steps_of
+from gpuidle.agent.analysis.stepwork import Steps, unheld_ns
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, StepSeries, column
 from gpuidle.agent.physics.shapes import shape_from_config
 
@@ -31,7 +32,8 @@ def steps(start: Ints, end: Ints) -> Steps:
         kv_tokens=rows[2],
         sequences=rows[3],
     )
-    found = steps_of([series], 0, int(end[-1]) + 1, shape_from_config(json.loads(LLAMA_8B)), engine(0.0))
+    shape = shape_from_config(json.loads(LLAMA_8B))
+    found = steps_of(Stream([series], engine(0.0), shape), 0, int(end[-1]) + 1)
     assert found is not None
     return found
 
@@ -55,7 +57,7 @@ def test_of_several_prompts_in_a_step_the_longer_ones_attend_to_more() -> None:
             kv_tokens=zero,
             sequences=column(sequences, "i8"),
         )
-        found = steps_of([series], 0, 40 * MS, shape, engine(0.0), spread=spread)
+        found = steps_of(Stream([series], engine(0.0), shape, spread=spread), 0, 40 * MS)
         assert found is not None
         return np.asarray(found.work.total_flops)
 
