@@ -37,12 +37,12 @@ def intensity(tensor: Floats, dram: Floats) -> Floats:
 
 
 class Segments:
-    """Samples pooled to what looks like one step: between dips of activity and jumps of the tensor pipe."""
+    """Samples pooled to what looks like one step: between dips of activity and jumps of the intensity."""
 
     GAP = 0.985
     """A sample with less activity holds a gap between steps."""
     JUMP = 0.5
-    """Change of log(tensor) from two samples to the next two that begins another step without a gap."""
+    """Change of x from two samples to the next two that begins another step without a gap."""
 
     def __init__(self, tensor: Floats, dram: Floats, active: Floats, width_ns: NDArray[np.int64]) -> None:
         count = len(tensor)
@@ -50,26 +50,31 @@ class Segments:
         first = np.ones(count, dtype=np.bool_)
         first[1:] = gap[1:] | gap[:-1]
         if count > 4:
-            first |= self._jumps(tensor)
+            first |= self._jumps(tensor, dram)
         self.of_sample = np.cumsum(first) - 1
-        begin = np.flatnonzero(first)
+        self.begin = np.flatnonzero(first)
 
         def total(values: Floats | NDArray[np.int64]) -> Floats:
-            found: Floats = np.add.reduceat(values.astype(np.float64), begin)
+            found: Floats = np.add.reduceat(values.astype(np.float64), self.begin)
             return found
 
         self.width_ns = total(width_ns)
         self.busy_ns = total(active * width_ns)
+        self.moved = total(dram * width_ns)
+        """DRAM traffic, in nanoseconds of its peak."""
         share = np.maximum(self.busy_ns, ACTIVE_RATIO * self.width_ns)
-        self.tensor = total(tensor * width_ns) / share
-        self.x = intensity(self.tensor, total(dram * width_ns) / share)
-        self.samples = np.diff(np.append(begin, count))
-        self.whole = ~gap[begin]
-        """Without a gap inside."""
+        self.tensor, self.dram = total(tensor * width_ns) / share, self.moved / share
+        self.x = intensity(self.tensor, self.dram)
+        self.samples = np.diff(np.append(self.begin, count)).astype(np.float64)
         self.usable = self.busy_ns >= ACTIVE_RATIO * self.width_ns
+        # A gap in a sample of its own lies between steps; where samples are as long as steps each holds one.
+        whole = ~gap[self.begin]
+        self.step = self.usable.copy()
+        """Not only a gap between two."""
+        self.step[1:-1] &= whole[1:-1] | ~(whole[:-2] & whole[2:])
 
-    def _jumps(self, tensor: Floats) -> NDArray[np.bool_]:
-        pairs = np.log(tensor[1:] + tensor[:-1] + 2 * FLOOR_RATIO)
+    def _jumps(self, tensor: Floats, dram: Floats) -> NDArray[np.bool_]:
+        pairs = intensity((tensor[1:] + tensor[:-1]) / 2, (dram[1:] + dram[:-1]) / 2)
         change = np.zeros(len(tensor) + 1)
         change[2:-2] = np.abs(pairs[2:] - pairs[:-2])
         here = change[:-1]
@@ -85,87 +90,105 @@ class ShortSamples:
     LOWEST, BINS = -6.0, 240
     DENSE = 0.08
     """A bin belongs to decode if it holds this share of the fullest one."""
-    DECODE_WITHIN, PREFILL_BEYOND = 0.2, 0.3
-    """Distance from the last dense bin; between the two is unknown."""
-    EQUAL, EQUAL_SAMPLE = 0.08, 0.2
+    WITHIN = 0.2
+    """Beyond the last dense bin by no more is decode."""
+    EQUAL, EQUAL_SAMPLE = 0.05, 0.2
     """Segments as far apart in x are equals: for long ones, and more for one sample of noise."""
+    BRIGHT = 0.0
+    """A decode with more tensor than DRAM is not one: runs of it may have prefills between them."""
+    RUN, SURE_RUN = 3, 4
+    """Equals that make a run, and that are decode wherever it was so far."""
     EDGE_SAMPLES = 2
     """A segment of no more samples, between the two classes, may hold both."""
+    APART = 0.05
+    """Squared relative distance of the two classes from which on such a segment tells what fills it."""
     SEVERAL_NS = 100e6
     """A level that stays for so long is a run where no gaps are seen: a step that is not dense reads each
     byte of the memory about once, which takes less."""
 
     def __init__(self) -> None:
         self._runs = np.zeros(self.BINS)
-        """Busy seconds by x, of segments in runs of equals."""
+        """DRAM traffic by x, of segments in runs of equals: as much as they have steps, dense or not."""
         # Sums of x and its busy seconds; what is published counts as half a second and a second.
         self._decode = (0.5 * START_DECODE, 0.5)
         self._prefill = (START_PREFILL, 1.0)
-        self._tail = np.zeros((2, 0))
-        """x and samples of the last two segments."""
 
-    def classify(self, tensor: Floats, dram: Floats, active: Floats, width_ns: NDArray[np.int64]) -> Labels:
-        """Label each sample and learn from it."""
+    def classify(
+        self,
+        tensor: Floats,
+        dram: Floats,
+        active: Floats,
+        width_ns: NDArray[np.int64],
+        inside: NDArray[np.bool_],
+    ) -> Labels:
+        """Label each sample; those inside are learned for good, the later ones for this time only."""
         parts = Segments(tensor, dram, active, width_ns)
-        edge = self._learn(parts)
-        label = np.where(
-            parts.x > edge + self.PREFILL_BEYOND, 1, np.where(parts.x <= edge + self.DECODE_WITHIN, -1, 0)
-        )
-        label[~parts.usable] = 0
-        found: Labels = self._halved(parts, label.astype(np.int8))[parts.of_sample]
-        return found
-
-    def _halved(self, parts: Segments, label: Labels) -> Labels:
-        """Label a sample between the two classes by which of its neighbours fills more of it."""
-        before, after = label[:-2], label[2:]
-        here, left, right = parts.tensor[1:-1], parts.tensor[:-2], parts.tensor[2:]
-        decode, prefill = np.where(before < 0, left, right), np.where(before < 0, right, left)
-        between = (before * after < 0) & (decode < prefill)
-        between &= (parts.samples[1:-1] <= self.EDGE_SAMPLES) & parts.usable[1:-1]
-        found = label.copy()
-        found[1:-1][between] = np.where(2 * here > decode + prefill, 1, -1)[between]
-        return found
-
-    def _learn(self, parts: Segments) -> float:
-        """Take the segments in and return where decode ends."""
-        # A gap in a sample of its own lies between steps; where samples are as long as steps each holds one.
-        alone = ~parts.whole
-        alone[1:] &= parts.whole[:-1]
-        alone[:-1] &= parts.whole[1:]
-        kept = parts.usable & ~alone
-        x, seconds = parts.x[kept], parts.busy_ns[kept] / 1e9
-        equal = self._in_runs(x, parts.width_ns[kept], parts.samples[kept].astype(np.float64))
-        self._runs *= np.exp(-seconds.sum() / MEMORY_S)
-        place = np.clip((x - self.LOWEST) / self.BIN, 0, self.BINS - 1).astype(np.int64)
-        self._runs += np.bincount(place[equal], seconds[equal], self.BINS)
-        edge = self._edge()
-        decode = x <= edge + self.DECODE_WITHIN
-        self._decode = _moved(self._decode, x[decode], seconds[decode])
-        self._prefill = _moved(self._prefill, x[~decode], seconds[~decode])
-        return edge
-
-    def _in_runs(self, x: Floats, width_ns: Floats, samples: Floats) -> NDArray[np.bool_]:
-        """Say which segments belong to three or more equals, the last of the window before included."""
-        before = self._tail.shape[1]
-        x_all, size = np.concatenate([self._tail, np.stack([x, samples])], axis=1)
-        self._tail = np.stack([x_all[-2:], size[-2:]])
-        near = self.EQUAL + self.EQUAL_SAMPLE / np.sqrt(np.minimum(size[1:], size[:-1]))
-        same = np.abs(np.diff(x_all)) < near
-        three = same[1:] & same[:-1]
-        found = np.zeros(len(x_all), dtype=np.bool_)
-        for shift in range(3):
-            found[shift : shift + len(three)] |= three
-        return (width_ns > self.SEVERAL_NS) | found[before:]
-
-    def _edge(self) -> float:
-        """Return the highest x that runs of equals reach below the middle of the two classes."""
         middle = (self._decode[0] / self._decode[1] + self._prefill[0] / self._prefill[1]) / 2
+        run = self._run_lengths(parts)
+        equal = parts.step & ((run >= self.RUN) | (parts.width_ns > self.SEVERAL_NS))
+        now = inside[parts.begin]
+        seen = now | (parts.begin > np.argmax(inside))
+        edge = self._edge(self._with(parts, equal & seen, parts.step & seen), middle)
+        self._runs = self._with(parts, equal & now, parts.step & now)
+        decode = parts.x <= edge + self.WITHIN
+        self._learn(parts, parts.step & now, decode)
+        decode |= (run >= self.SURE_RUN) & (parts.x < middle)
+        label = np.where(parts.usable, np.where(decode, -1, 1), 0).astype(np.int8)
+        found: Labels = self._halved(parts, label)[parts.of_sample]
+        return found
+
+    def _run_lengths(self, parts: Segments) -> NDArray[np.int64]:
+        """Return how many equals in a row each segment belongs to; what is bright is passed over."""
+        found = np.zeros(len(parts.x), dtype=np.int64)
+        place = np.flatnonzero(parts.step & (parts.x < self.BRIGHT))
+        x, samples = parts.x[place], parts.samples[place]
+        near = self.EQUAL + self.EQUAL_SAMPLE / np.sqrt(np.minimum(samples[1:], samples[:-1]))
+        run = np.cumsum(np.append(True, np.abs(np.diff(x)) >= near)[: len(x)])
+        found[place] = np.bincount(run)[run] if len(x) else 0
+        return found
+
+    def _with(self, parts: Segments, equal: NDArray[np.bool_], seen: NDArray[np.bool_]) -> Floats:
+        """Return the histogram with the segments in it and the older ones faded."""
+        place = np.clip((parts.x[equal] - self.LOWEST) / self.BIN, 0, self.BINS - 1).astype(np.int64)
+        past = np.exp(-parts.busy_ns[seen].sum() / 1e9 / MEMORY_S)
+        found: Floats = self._runs * past + np.bincount(place, parts.moved[equal] / 1e9, self.BINS)
+        return found
+
+    def _learn(self, parts: Segments, seen: NDArray[np.bool_], decode: NDArray[np.bool_]) -> None:
+        seconds = parts.busy_ns / 1e9
+        here, there = seen & decode, seen & ~decode
+        self._decode = _moved(self._decode, parts.x[here], seconds[here])
+        self._prefill = _moved(self._prefill, parts.x[there], seconds[there])
+
+    def _edge(self, runs: Floats, middle: float) -> float:
+        """Return the highest x that runs of equals reach below the middle of the two classes."""
         below = int((min(middle, SURE_PREFILL) - self.LOWEST) / self.BIN)
-        smooth = np.convolve(self._runs, np.ones(3), "same")[:below]
+        smooth = np.convolve(runs, np.ones(3), "same")[:below]
         if not smooth.any():
             return min(middle, SURE_DECODE)
         dense = np.flatnonzero(smooth >= self.DENSE * smooth.max())
         return self.LOWEST + self.BIN * float(dense[-1] + 1)
+
+    def _halved(self, parts: Segments, label: Labels) -> Labels:
+        """Label a sample between the two classes by which of its neighbours fills more of it.
+
+        Both counters tell the share, each weighed by how far apart the classes are in it.
+        """
+        left_decodes = label[:-2] < 0
+        reached, whole = np.zeros(len(left_decodes)), np.zeros(len(left_decodes))
+        for level in (parts.tensor, parts.dram):
+            decode = np.where(left_decodes, level[:-2], level[2:])
+            apart = np.where(left_decodes, level[2:], level[:-2]) - decode
+            weight = 1 / ((level[:-2] + level[2:]) / 2 + FLOOR_RATIO) ** 2
+            reached += weight * apart * (level[1:-1] - decode)
+            whole += weight * apart**2
+        between = (label[:-2] * label[2:] < 0) & (whole > self.APART)
+        between &= (parts.samples[1:-1] <= self.EDGE_SAMPLES) & parts.usable[1:-1]
+        found = label.copy()
+        alike = (label[:-2] == label[2:]) & ~parts.step[1:-1] & parts.usable[1:-1]
+        found[1:-1][alike] = label[:-2][alike]
+        found[1:-1][between] = np.where(2 * reached > whole, 1, -1)[between]
+        return found
 
 
 def _moved(sums: tuple[float, float], x: Floats, seconds: Floats) -> tuple[float, float]:

@@ -77,6 +77,58 @@ def test_a_decode_of_twice_the_rows_is_a_decode_once_its_steps_repeat() -> None:
     assert many.containing_ns == 0
 
 
+def test_what_repeats_after_the_window_is_decode_in_it() -> None:
+    rows = steps(QUIET, 50) + steps(SMALL, 2) + steps(PREFILL, 2) + steps(SMALL, 3)
+    end_ns = 520 * MS
+    known = label_window(Levels(), [series(rows)], 0, end_ns, 1e12)
+    unknown = label_window(Levels(), [series(rows[:520])], 0, end_ns, 1e12)
+    assert known is not None
+    assert unknown is not None
+    assert known.containing_ns == 0
+    assert unknown.containing_ns > 17 * MS
+
+
+def test_samples_around_a_window_are_not_learned_from_again() -> None:
+    # What was decode three busy seconds ago is not forgotten because windows are short.
+    rows = steps(SMALL, 100) + steps(QUIET, 300) + steps(SMALL, 1) + steps(QUIET, 20)
+    levels = Levels()
+    for start_ns in range(0, 4000 * MS, 100 * MS):
+        label_window(levels, [series(rows)], start_ns, start_ns + 100 * MS, 1e12)
+    found = label_window(levels, [series(rows)], 4000 * MS, 4100 * MS, 1e12)
+    assert found is not None
+    assert found.containing_ns == 0
+
+
+def test_a_prefill_beside_a_large_batch_begins_where_dram_comes_to_rest() -> None:
+    # Both compute at nearly the peak's reach, and no gap lies between.
+    large, beside = (0.26, 0.46, 1.0), (0.34, 0.06, 1.0)
+    levels = Levels()
+    found = label(levels, ([large] * 36 + [beside] * 130) * 6)
+    assert round(found.decode_ns / MS) == 6 * 36
+    assert round(found.containing_ns / MS) == 6 * 130
+
+
+def test_dram_tells_what_fills_a_sample_between_a_large_batch_and_a_prefill() -> None:
+    large, beside = (0.26, 0.46, 1.0), (0.34, 0.06, 1.0)
+    levels = Levels()
+    label(levels, ([large] * 36 + [beside] * 130) * 6)
+    share = 0.7
+    mixed = tuple(share * a + (1 - share) * b for a, b in zip(large, beside, strict=True))
+    gap = (mixed[0] * 0.9, mixed[1] * 0.9, 0.9)
+    found = label(levels, [large] * 36 + [gap] + [beside] * 60)
+    assert round(found.decode_ns / MS, 1) == 36.9
+
+
+def test_a_series_beside_the_window_may_lack_a_column() -> None:
+    rows = steps(QUIET, 100)
+    other = series([(0.1, 0.1, 1.0)] * 10)
+    bare = CounterSeries(
+        "GPU-0", "cupti_pm", other.end_ns + 1000 * MS, other.width_ns, gr_active=other.gr_active
+    )
+    assert label_window(Levels(), [series(rows), bare], 0, 1000 * MS, 1e12) is not None
+    assert label_window(Levels(), [series(rows), bare], 0, 1005 * MS, 1e12) is None
+
+
 def test_steps_are_pooled_a_noisy_sample_has_its_step_for_company() -> None:
     rng = np.random.default_rng(5)
     levels = Levels()
