@@ -1,7 +1,7 @@
 """Phases from counters alone, at 1 kHz, 100 Hz and 10 Hz, against the simulator's steps.
 
-Thresholds were fixed on the odd seeds to 9, 10 and the halves between seeds to 7.5, other parts of traces.
-The seeds of the report were scored only.
+Thresholds were fixed on parts of the traces that begin at multiples of 150 s from 300 s to 3000 s (and at
+loads of 1.4 and 1.7 as well). Those of the report were scored only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from gpuidle.agent.analysis.classmeans import class_means
-from gpuidle.agent.analysis.fastphase import Levels
+from gpuidle.agent.analysis.fastphase import AHEAD_NS, BEFORE_NS, Levels
 from gpuidle.agent.model import RATIO_STEP, CounterSeries, StepSeries
 from gpuidle.agent.physics.peaks import find_peaks
 from gpuidle.collectors.simulator.gpu import Sampling
@@ -27,7 +27,9 @@ Ints = NDArray[np.int64]
 NOISE = 0.05
 WARM_UP_NS = 5_000_000_000
 LEAST_NS = 1e9
-"""A class that fills less than this of a run has no recall and no mean there."""
+"""A class that fills less than this of a run has no mean there."""
+LEAST_RECALL_S = (1.0, 0.3)
+"""What a class must fill of a run to have a recall there, in seconds."""
 RATES_HZ = (1000.0, 100.0, 10.0)
 TRUTH_HZ = 10_000.0
 """Rate of the noiseless counters that the means of classes are held against."""
@@ -50,25 +52,25 @@ class Run(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Shares of busy time of one run; NaN where the class hardly occurs."""
+    """Busy seconds of one run: samples are of the class that fills most of them."""
 
-    decode_recall: float
-    """An unknown counts as missed."""
-    containing_recall: float
-    coverage: float
-    wrong: float
-    """Of what was labelled."""
+    decode: float
+    decode_right: float
+    """Labelled so: an unknown counts as missed."""
+    containing: float
+    containing_right: float
+    labelled: float
 
 
-def nodes(seconds: int, seed: int, *, gaps: bool = True) -> list[Scenario]:
+def nodes(seconds: int, start_s: int, *, gaps: bool = True) -> list[Scenario]:
     found = [
-        trace_node(trace, load, engine, seconds=seconds, start_s=300 * seed)
+        trace_node(trace, load, engine, seconds=seconds, start_s=start_s)
         for engine in ("8B", "70B TP4", "MoE TP2")
         for trace in ("code", "conv")
         for load in (1.0, 2.0)
     ]
     steady = steady_node(
-        "8B", per_second=4.0, prompt=(50, 2000), output=(50, 300), seconds=seconds, seed=seed
+        "8B", per_second=4.0, prompt=(50, 2000), output=(50, 300), seconds=seconds, seed=start_s
     )
     scenarios = [node for node in found if node is not None] or [steady]
     return scenarios if gaps else [_without_gaps(scenario) for scenario in scenarios]
@@ -110,20 +112,31 @@ def run(scenario: Scenario, hz: float, noise: float = NOISE) -> Run | None:
     )
 
 
-def score(seen: Run) -> Score | None:
-    """Label every sample; samples count by their busy time, right if most of it is of that class.
-
-    None: the GPU hardly worked.
-    """
+def labels(seen: Run) -> NDArray[np.int8]:
+    """Label every sample as windows of one snapshot each settle: with what is known around them by then."""
     levels = Levels()
-    begin, labels = 0, []
+    begin, found = 0, []
     for count in seen.ticks:
-        rows = slice(begin, begin + count)
+        start_ns = int(seen.sample_end[begin] - seen.width[begin])
         begin += count
-        labels.append(
-            levels.classify(seen.tensor[rows], seen.dram[rows], seen.active[rows], seen.width[rows])
+        end_ns = int(seen.sample_end[begin - 1])
+        near = slice(*np.searchsorted(seen.sample_end, [start_ns - BEFORE_NS + 1, end_ns + AHEAD_NS + 1]))
+        end = seen.sample_end[near]
+        found.append(
+            levels.classify(
+                seen.tensor[near],
+                seen.dram[near],
+                seen.active[near],
+                seen.width[near],
+                (end > start_ns) & (end <= end_ns),
+            )
         )
-    said = np.concatenate(labels)
+    return np.concatenate(found)
+
+
+def score(seen: Run) -> Score | None:
+    """Return how much of the run got which label; None: the GPU hardly worked."""
+    said = labels(seen)
     knots = np.stack([seen.start, seen.end], axis=1).ravel()
     edges = np.append(seen.sample_end - seen.width, seen.sample_end[-1])
 
@@ -135,20 +148,18 @@ def score(seen: Run) -> Score | None:
     decode_ns, containing_ns = inside(~seen.contains), inside(seen.contains)
     busy = (decode_ns + containing_ns) * (seen.sample_end - seen.sample_end[0] > WARM_UP_NS)
     containing = containing_ns > decode_ns
-    known = said != 0
-    right = known & ((said == 1) == containing)
     if busy.sum() < LEAST_NS:
         return None
 
-    def share(of: NDArray[np.bool_], among: NDArray[np.bool_]) -> float:
-        whole = float(busy[among].sum())
-        return float(busy[of & among].sum()) / whole if whole >= LEAST_NS else np.nan
+    def seconds(of: NDArray[np.bool_]) -> float:
+        return float(busy[of].sum()) / 1e9
 
     return Score(
-        share(right, ~containing),
-        share(right, containing),
-        share(known, busy > 0),
-        1 - float(busy[right].sum()) / max(1.0, float(busy[known].sum())),
+        decode=seconds(~containing),
+        decode_right=seconds(~containing & (said == -1)),
+        containing=seconds(containing),
+        containing_right=seconds(containing & (said == 1)),
+        labelled=seconds(said != 0),
     )
 
 
@@ -181,12 +192,30 @@ def mean_errors(seen: Run, real: Run) -> list[tuple[float, float]]:
 
 
 def _print_labels(title: str, scores: list[Score]) -> None:
-    rows = np.array(scores)
-    middle, low, high = np.nanmedian(rows, axis=0), np.nanmin(rows, axis=0), np.nanmax(rows, axis=0)
-    worst = (low[0], low[1], low[2], high[3])
-    names = ("decode recall", "prefill-containing recall", "coverage", "wrong labels")
-    text = ", ".join(f"{n} {m:.3f} ({w:.3f})" for n, m, w in zip(names, middle, worst, strict=True))
-    print(f"{title}: {text}; median of {len(scores)} runs, worst in brackets")
+    decode, decode_right, containing, containing_right, labelled = np.array(scores).T
+    print(f"{title}, {len(scores)} runs:")
+    for name, truth, right in (
+        ("decode", decode, decode_right),
+        ("prefill-containing", containing, containing_right),
+    ):
+        pooled = right.sum() / truth.sum()
+        text = f"  {name}: recall {pooled:.4f} of {truth.sum():.0f} s"
+        for least in LEAST_RECALL_S:
+            runs = np.flatnonzero(truth >= least)
+            if not len(runs):
+                continue
+            worst = runs[np.argmin(right[runs] / truth[runs])]
+            text += (
+                f"; of {len(runs)} runs with {least:g} s median {np.median(right[runs] / truth[runs]):.3f},"
+                f" worst {right[worst] / truth[worst]:.3f} of {truth[worst]:.1f} s"
+            )
+        print(text)
+    coverage = labelled / (decode + containing)
+    wrong = 1 - (decode_right + containing_right) / np.maximum(1e-9, labelled)
+    print(
+        f"  coverage median {np.median(coverage):.3f}, worst {coverage.min():.3f};"
+        f" wrong labels median {np.median(wrong):.4f}, worst {wrong.max():.4f}"
+    )
 
 
 def _over_bar(error: tuple[float, float]) -> float:
@@ -194,11 +223,11 @@ def _over_bar(error: tuple[float, float]) -> float:
     return float(np.nan_to_num(min(error[0] / 0.10, error[1] / 0.005), nan=np.inf))
 
 
-def report(seconds: int = 40, seeds: tuple[int, ...] = (2, 4, 6, 8)) -> None:
+def report(seconds: int = 40, starts_s: tuple[int, ...] = (80, 2480, 2780, 3080, 3240)) -> None:
     scores: dict[float, list[Score]] = {hz: [] for hz in RATES_HZ}
     errors: dict[float, list[tuple[float, float]]] = {hz: [] for hz in RATES_HZ}
-    for seed in seeds:
-        for node in nodes(seconds, seed):
+    for start_s in starts_s:
+        for node in nodes(seconds, start_s):
             real = run(node, TRUTH_HZ, noise=0.0)
             for hz in RATES_HZ:
                 seen = run(node, hz)
@@ -216,7 +245,7 @@ def report(seconds: int = 40, seeds: tuple[int, ...] = (2, 4, 6, 8)) -> None:
             f" worst {worst[0]:.3f} relative, {worst[1]:.4f} absolute"
         )
     for hz in RATES_HZ:
-        found = [run(node, hz) for node in nodes(seconds, seeds[0], gaps=False)]
+        found = [run(node, hz) for node in nodes(seconds, starts_s[0], gaps=False)]
         marks = [score(each) for each in found if each is not None]
         _print_labels(f"  no gaps between steps, {hz:g} Hz", [mark for mark in marks if mark is not None])
 
