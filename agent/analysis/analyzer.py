@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gpuidle.agent.analysis.activity import activity, without_lone_rest, without_stale_rest
-from gpuidle.agent.analysis.cores import prune_steps, settle_cores, steps_of_engines
+from gpuidle.agent.analysis.cores import prune_steps, settle_cores, told_of_engines
 from gpuidle.agent.analysis.counting import count_engine
 from gpuidle.agent.analysis.deadcounter import without_dead_tensor
-from gpuidle.agent.analysis.enginewindow import EngineWindow, holders, sums_within
+from gpuidle.agent.analysis.enginewindow import EngineWindow, holders
 from gpuidle.agent.analysis.frames import engine_frame, gpu_frame
 from gpuidle.agent.analysis.settle import settle_gpu
 from gpuidle.agent.analysis.shapes import Shapes
@@ -152,18 +152,17 @@ class Analyzer:
             hw_id: activity(list(track.counters), gpus.get(hw_id), *span, window.observed_ns)
             for hw_id, track in self._gpus.items()
         }
+        made = told_of_engines(self._engines, engines, window, self._shapes.of)
         told: set[str] = set()
-        for key in engines:
-            sums = sums_within(list(self._engines[key].sums), *span)
-            if sums is not None:
+        for key, (engine, *_) in made.items():
+            if engine.sums is not None:
                 told.update(held[key])
-            if sums is not None and sums.generated_tokens:
+            if engine.sums is not None and engine.sums.generated_tokens:
                 for hw_id in held[key]:
                     seen[hw_id] = without_stale_rest(seen[hw_id])
         for hw_id in seen.keys() - told:
             seen[hw_id] = without_lone_rest(seen[hw_id], window.busy_before.get(hw_id))
         done: dict[str, dict[str, EngineWindow]] = {}
-        made = steps_of_engines(self._engines, engines, window, self._shapes.of)
         for key, (engine, *cores) in made.items():
             mine = {hw_id: seen[hw_id] for hw_id in held[key] if hw_id in seen}
             done[key] = settle_cores(engine, cores, window, mine, gpus, self._gpus)

@@ -13,7 +13,7 @@ import msgspec
 
 from gpuidle.agent.analysis.activity import Activity
 from gpuidle.agent.analysis.durations import together
-from gpuidle.agent.analysis.enginewindow import EngineWindow, Made, device_peaks, settle_engine, with_steps
+from gpuidle.agent.analysis.enginewindow import EngineWindow, Made, device_peaks, settle_engine, with_told
 from gpuidle.agent.analysis.frames import mean_known
 from gpuidle.agent.analysis.integers import split
 from gpuidle.agent.analysis.peers import group_of, waits
@@ -44,13 +44,13 @@ def cores_of(track: EngineTrack) -> dict[str, EngineTrack]:
     return track.cores
 
 
-def steps_of_engines(
+def told_of_engines(
     tracks: Mapping[str, EngineTrack],
     readings: Mapping[str, EngineReading],
     window: Pending,
     shape_of: Callable[[EngineReading], ModelShape | None],
 ) -> dict[str, list[Made]]:
-    """Return each engine of `readings` and then its cores, with the steps that they made in a window."""
+    """Return each engine of `readings` and then its cores, with what sums and steps say of a window."""
     asked: dict[str, list[Made]] = {}
     for key, reading in readings.items():
         cores = cores_of(tracks[key])
@@ -58,7 +58,7 @@ def steps_of_engines(
         for rank, core in cores.items():
             own = core_reading(reading, rank)
             asked[key].append(Made(core, own, shape_of(own), rank))
-    made = iter(with_steps([each for those in asked.values() for each in those], window))
+    made = iter(with_told([each for those in asked.values() for each in those], window))
     return {key: [next(made) for _ in those] for key, those in asked.items()}
 
 

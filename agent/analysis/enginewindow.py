@@ -65,13 +65,14 @@ class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Made(NamedTuple):
-    """An engine, or a core of one, with the steps that it made in a window."""
+    """An engine, or a core of one, with what its sums and steps say of a window."""
 
     track: EngineTrack
     reading: EngineReading
     shape: ModelShape | None
     rank: str | None = None
     """Of a core; None: the engine as a whole."""
+    sums: Sums | None = None
     steps: StepWindow | None = None
     priced: Steps | None = None
     """Exact steps with their work."""
@@ -177,8 +178,8 @@ def _batch(
     )
 
 
-def with_steps(engines: Sequence[Made], window: Pending) -> list[Made]:
-    """Return the same with the steps of the window, where there are any."""
+def with_told(engines: Sequence[Made], window: Pending) -> list[Made]:
+    """Return the same with the sums and the steps of the window, where there are any."""
     span = window.start_ns, window.end_ns
     streams = [list(each.track.steps) for each in engines]
     steps = shares_of_each(streams, *span)
@@ -188,13 +189,15 @@ def with_steps(engines: Sequence[Made], window: Pending) -> list[Made]:
         if each.shape is not None and steps[i] is not None and each.reading.parallelism.data == 1
     }
     priced = dict(zip(asked, steps_of_each(list(asked.values()), *span), strict=True))
-    return [each._replace(steps=steps[i], priced=priced.get(i)) for i, each in enumerate(engines)]
+    return [
+        Made(*each[:4], sums_within(list(each.track.sums), *span), steps[i], priced.get(i))
+        for i, each in enumerate(engines)
+    ]
 
 
 def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineWindow:
     """Return what the engine did; `busy_ns` is the mean over its GPUs, None without counters."""
-    track, reading, shape, steps, priced = made.track, made.reading, made.shape, made.steps, made.priced
-    sums = sums_within(list(track.sums), window.start_ns, window.end_ns)
+    track, reading, shape, _, sums, steps, priced = made
     window_ns = window.end_ns - window.start_ns
     later_ns = window.end_ns - window_ns // 3
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)

@@ -189,7 +189,7 @@ def _ratio(trailing: Sequence[Settled], name: str, rung: Rung) -> Figure | None:
 
 def _bandwidth(trailing: Sequence[Settled], peak: Peak | None, rung: Rung) -> Figure | None:
     rows = [row for row in trailing if row.dram_bytes is not None and row.observed_ns]
-    seen_ns = sum(row.observed_ns for row in rows)
+    seen_ns = sum([row.observed_ns for row in rows])
     if not seen_ns or peak is None:
         return None
     value = sum([row.dram_bytes or 0.0 for row in rows]) / (seen_ns / 1e9) / peak.memory_bytes_per_s
@@ -199,19 +199,20 @@ def _bandwidth(trailing: Sequence[Settled], peak: Peak | None, rung: Rung) -> Fi
 def _attained(trailing: Sequence[Settled]) -> Figure | None:
     """Return the roofline's time over the time with work on the GPU: 1 is all that the hardware allows."""
     rows = [row for row in trailing if row.bound_ns is not None and row.active_ns]
-    active_ns = sum(row.active_ns or 0.0 for row in rows)
+    active_ns = sum([row.active_ns or 0.0 for row in rows])
     if not active_ns:
         return None
-    value = sum(row.bound_ns or 0.0 for row in rows) / active_ns
-    return _figure(value, value, value, "estimated", sum(row.observed_ns for row in rows), "work model")
+    value = sum([row.bound_ns or 0.0 for row in rows]) / active_ns
+    return _figure(value, value, value, "estimated", sum([row.observed_ns for row in rows]), "work model")
 
 
 def _idle(trailing: Sequence[Settled], tensor: Figure | None, rung: Rung) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     rows = [row for row in trailing if row.useful_ns is not None and row.observed_ns]
-    seen_ns = sum(row.observed_ns for row in rows)
+    seen_ns = sum([row.observed_ns for row in rows])
     if seen_ns:
-        low, middle, high = (sum(row.useful_ns[i] for row in rows if row.useful_ns) for i in range(3))
+        useful = [row.useful_ns for row in rows if row.useful_ns]
+        low, middle, high = (sum([each[i] for each in useful]) for i in range(3))
         figures["flops"] = _figure(
             1 - middle / seen_ns, 1 - high / seen_ns, 1 - low / seen_ns, "estimated", seen_ns, "work model"
         )

@@ -33,7 +33,11 @@ def clip_to(total: int, wanted: Mapping[str, float], rest: str) -> dict[str, int
     parts: dict[str, int] = {}
     left = total
     for name, value in wanted.items():
-        part = min(left, max(0, round(value)))
+        part = round(value)
+        if part < 0:
+            part = 0
+        elif part > left:
+            part = left
         parts[name] = parts.get(name, 0) + part
         left -= part
     parts[rest] = parts.get(rest, 0) + left

@@ -111,7 +111,7 @@ def ledger(evidence: Evidence) -> Ledger:
     return Ledger(
         window_ns=evidence.window_ns,
         causes_ns=causes,
-        estimated=tuple(cause for cause in CAUSES if cause in estimated and causes[cause]),
+        estimated=tuple([cause for cause in CAUSES if cause in estimated and causes[cause]]),
     )
 
 

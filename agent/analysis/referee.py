@@ -206,7 +206,7 @@ def _pipe(seen: Sequence[Claims], case: Case) -> Problem | None:
     # Sums are booked late: which window was full of prompts only exact steps tell.
     late = not all(each.exact for each in working)
     judged = known if late and len(full) == len(working) else [] if late else full
-    if case.latent or case.experts or any(each.draft_tokens for each in judged):
+    if not judged or case.latent or case.experts or any(each.draft_tokens for each in judged):
         return None
     low, middle, high = _work(judged)
     pipe = sum([_pipe_at_clock(c) for c in judged])
@@ -247,6 +247,8 @@ def _rows_a_step(claims: Sequence[Claims]) -> float:
 
 def _stuck(known: Sequence[Claims]) -> bool:
     """Whether a counter of which no two windows are alike shows one value while the work varies."""
+    if len(known) < 5:
+        return False
     busy = [
         each for each in known if each.work_ns is not None and each.work_ns[1] > LEAST_WORK * each.window_ns
     ]

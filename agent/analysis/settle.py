@@ -17,11 +17,13 @@ from gpuidle.agent.analysis.phase import Clues, shares_from_sums
 from gpuidle.agent.analysis.reclaim import reclaimable_ns
 from gpuidle.agent.analysis.several import shares_of_several
 from gpuidle.agent.analysis.tracks import GpuTrack, Pending, Settled
-from gpuidle.agent.model import Problem, Shares
+from gpuidle.agent.model import PHASES, Problem, Shares
 from gpuidle.agent.physics.peaks import DevicePeaks
 
 SLOW_NS = 100_000_000
 """Width of a sample from which on it holds too many steps to say what they were."""
+_PHASE_NS = {phase: f"{phase}_ns" for phase in PHASES}
+"""Where `Shares` has each phase."""
 KEPT_NS = 10**9
 """Counters are kept for this much longer than their window: a step may have begun there."""
 
@@ -51,8 +53,8 @@ def settle_gpu(
         track.causes_total_ns[cause] += value
     for cause in track.estimated_total_ns.keys() & set(booked.estimated):
         track.estimated_total_ns[cause] += booked.causes_ns[cause]
-    for phase in track.phases_total_ns:
-        track.phases_total_ns[phase] += getattr(shares, f"{phase}_ns")
+    for phase, name in _PHASE_NS.items():
+        track.phases_total_ns[phase] += getattr(shares, name)
     _reclaim(track, seen, engines, peaks)
     track.trailing.append(_settled(window, evidence, seen, engines, peaks, seconds))
     while track.trailing and track.trailing[0].end_ns <= window.end_ns - trailing_ns:

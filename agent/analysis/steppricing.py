@@ -61,7 +61,7 @@ def steps_of_each(streams: Sequence[Stream], start_ns: int, end_ns: int) -> list
 
 def _touching(series: Sequence[StepSeries], start_ns: int, end_ns: int) -> list[StepSeries]:
     """Return the series that touch the window, if all that is needed of them is known."""
-    usable = [s for s in series if len(s) and s.end_ns[-1] > start_ns and s.start_ns[0] < end_ns]
+    usable = [s for s in series if len(s) and s.end_ns.item(-1) > start_ns and s.start_ns.item(0) < end_ns]
     if (
         usable
         and all(s.exact and not s.lost for s in usable)
@@ -117,9 +117,7 @@ def _priced(streams: Sequence[Stream], start_ns: int, end_ns: int) -> list[Steps
     else:
         rows = decode + prompts
     alone = prefill == 0
-    of_decodes = np.concatenate(
-        [_of_decodes(context[a:b], decoding_sequences[a:b], alone[a:b]) for a, b in spans]
-    )
+    of_decodes = _of_decodes(context, decoding_sequences, alone, spans)
     of_rows = _row_pairs(np.where(alone, context, of_decodes), decode, decoding_sequences, drafting=drafting)
     before = _before(streams, spans, prefill, tokens)
     if before is not None:
@@ -148,13 +146,15 @@ def _priced(streams: Sequence[Stream], start_ns: int, end_ns: int) -> list[Steps
         flops = {d: np.where(wasted, useful.flops[d], done.flops[d]) for d in done.flops}
         done = msgspec.structs.replace(done, flops=flops)
         padded = np.where(wasted, padded * tokens / kept, padded)
-    share = inside / (end - start)
+    length = end - start
+    share, computed = inside / length, tokens.astype(np.float64)
     return [
         Steps(
             start=start[a:b],
             end=end[a:b],
+            length=length[a:b],
             share=share[a:b],
-            tokens=tokens[a:b],
+            tokens=computed[a:b],
             padded=padded[a:b],
             work=_cut(done, slice(a, b)),
             moved=moved[a:b],
@@ -186,17 +186,28 @@ def _cut(whole_work: Work, rows: slice) -> Work:
     )
 
 
-def _of_decodes(context: Ints, sequences: Ints, alone: NDArray[np.bool_]) -> Ints | Floats:
+def _of_decodes(
+    context: Ints, sequences: Ints, alone: NDArray[np.bool_], spans: Sequence[tuple[int, int]]
+) -> Ints | Floats:
     """Return what of each step's context is that of its decode rows; `alone` are steps without a prompt.
 
     Contexts are told as one sum: a decode row's share is that of the decode-only steps around it, and a
     chunk reads the chunks before it, which filled their steps.
     """
-    rows = int(np.dot(sequences, alone))
-    if not rows:
-        return context
-    found: Floats = np.minimum(context, sequences * (float(np.dot(context, alone)) / rows))
-    return found
+    rows, held = _sums(sequences * alone, spans), _sums(context * alone, spans)
+    each = [tokens / count if count else 0.0 for tokens, count in zip(held, rows, strict=True)]
+    found: Floats = np.minimum(context, sequences * _per_stream(spans, each))
+    if all(rows):
+        return found
+    return np.where(_per_stream(spans, [count > 0 for count in rows]), found, context)
+
+
+def _sums(amounts: Ints, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the sum of each stream."""
+    if all(b > a for a, b in spans):
+        told: list[int] = np.add.reduceat(amounts, [a for a, _ in spans]).tolist()
+        return told
+    return [int(amounts[a:b].sum()) for a, b in spans]
 
 
 def _row_pairs(context: Any, decode: Ints, sequences: Ints, *, drafting: bool) -> Any:

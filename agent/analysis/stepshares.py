@@ -127,18 +127,23 @@ def _near(series: Sequence[StepSeries], start_ns: int, end_ns: int) -> list[_Row
     before: list[tuple[StepSeries, slice]] = []
     found: list[tuple[StepSeries, slice]] = []
     after: list[tuple[StepSeries, slice]] = []
-    reached = series[0].start_ns[0]
+    reached_ns = series[0].start_ns.item(0)
     for s in series:
-        if s.start_ns[0] < reached or s.end_ns[-1] < s.start_ns[0]:
+        first_ns, last_ns = s.start_ns.item(0), s.end_ns.item(-1)
+        if first_ns < reached_ns or last_ns < first_ns:
             return [_sorted(series)]
-        reached = s.end_ns[-1]
-        if reached <= start_ns:
+        reached_ns = last_ns
+        if last_ns <= start_ns:
             before = [(s, slice(-1, None))]
-        elif s.start_ns[0] < end_ns:
+        elif first_ns < end_ns:
             found.append((s, slice(None)))
         elif not after:
             after = [(s, slice(0, 1))]
-    return [tuple([getattr(s, name)[rows] for name in _COLUMNS]) for s, rows in (*before, *found, *after)]
+    return [
+        (s.start_ns[rows], s.end_ns[rows], s.prefill_tokens[rows], s.decode_tokens[rows])
+        for s, rows in (*before, *found, *after)
+        if s.prefill_tokens is not None and s.decode_tokens is not None
+    ]
 
 
 def _sorted(series: Sequence[StepSeries]) -> _Rows:

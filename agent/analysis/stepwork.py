@@ -31,6 +31,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
     start: Any
     end: Any
+    length: Any
     share: Any
     """Part of the step inside the window, 0 to 1."""
     tokens: Any
@@ -70,7 +71,7 @@ def _integrals(
     """
     first, last = int(steps.start[0]) + round(lag_ns), int(steps.end[-1]) + round(lag_ns)
     rows = [s for s in counters if len(s) and s.end_ns[-1] > first and s.end_ns[0] - s.width_ns[0] < last]
-    if not rows or 2 * int(rows[0].width_ns[0]) * len(steps.end) > int((steps.end - steps.start).sum()):
+    if not rows or 2 * int(rows[0].width_ns[0]) * len(steps.end) > int(steps.length.sum()):
         return None
     if any(getattr(s, name) is None for s in rows for names in columns for name in names):
         return None
@@ -158,7 +159,7 @@ def step_terms(
     at the window's SM clock over the sheet's. `messages_ns` is the time of each step's messages, the
     table's where it is not known.
     """
-    length = steps.end - steps.start
+    length = steps.length
     try:
         useful = np.asarray(compute_time_s(steps.work, peaks)) * 1e9
     except NoPeak:
