@@ -220,8 +220,8 @@ class LongSamples:
     DECODE_QUANTILE, PREFILL_QUANTILE, DRAM_QUANTILE = 0.2, 0.9, 0.7
     """Of samples that are no dense prefill, of the rest, of DRAM in the former: where nearly all are mixtures
     these are the purest."""
-    DECODE_BELOW, PREFILL_ABOVE = 0.2, 0.6
-    DRAM_RESTS = 0.2
+    DECODE_BELOW, PREFILL_ABOVE = 0.17, 0.6
+    DRAM_RESTS = 0.3
 
     def __init__(self) -> None:
         one = np.ones(1)
