@@ -11,7 +11,7 @@ from gpuidle.agent.analysis.carry import counter_is_dead, pay, pay_exact
 from gpuidle.agent.analysis.enginewindow import EngineWindow
 from gpuidle.agent.analysis.excess import excess_of_sums
 from gpuidle.agent.analysis.ledger import Evidence, IdleBecause
-from gpuidle.agent.analysis.links import Floats, steps_learned, usual_ns
+from gpuidle.agent.analysis.links import Floats, at_most_unheld, steps_learned, usual_ns
 from gpuidle.agent.analysis.peers import idle_wait
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.stepwork import step_terms, tiles_ns, unheld_ns
@@ -105,7 +105,8 @@ def evidence_of(
             room_ns = None
         if one is not None and one.priced is None and seen.active_ns is not None:
             paid = pay(track, one, useful_ns, room_ns, seen.active_ns, peaks, padding)
-            useful_ns, talk = paid.useful_ns, paid.talk_ns
+            useful_ns = paid.useful_ns
+            talk = at_most_unheld(paid.talk_ns, seen.active_ns, seen.sm_ns)
         elif room_ns is not None:
             useful_ns = pay_exact(track, useful_ns, room_ns)
     return Evidence(

@@ -37,6 +37,18 @@ FACTORS = (0.25, 4.0)
 """The table is of one kind of link and of one library: beyond these it says nothing of the node's."""
 
 
+def at_most_unheld(talk_ns: float | None, active_ns: float | None, sm_ns: float | None) -> float | None:
+    """Return the time of a window's messages, no more than the device was active without a warp on the SMs.
+
+    That is a bound at any rate of sampling, and needs no steps: launches are in it as well. Where it is far
+    below what messages take on any known link, SMs are held meanwhile, and it bounds nothing.
+    """
+    if talk_ns is None or active_ns is None or sm_ns is None:
+        return talk_ns
+    unheld_ns = active_ns - sm_ns
+    return min(talk_ns, unheld_ns) if unheld_ns >= FACTORS[0] * talk_ns else talk_ns
+
+
 def usual_ns(steps: Steps, tensor_parallel: int) -> Floats:
     """Return t: of each step the time of its messages on usual links, whose k is 1."""
     asked = (steps.work.collectives, steps.work.collective_bytes, tensor_parallel)

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
 from gpuidle.agent.analysis.analyzer import Analyzer
-from gpuidle.agent.analysis.links import LinkFit
+from gpuidle.agent.analysis.links import LinkFit, at_most_unheld
 from gpuidle.collectors.simulator.gpu import Sampling
-from gpuidle.collectors.simulator.node import Visible, simulate
+from gpuidle.collectors.simulator.node import GPM_10_HZ, Visible, simulate
 from gpuidle.collectors.simulator.options import Straggler
 from gpuidle.collectors.simulator.scenario import (
     LLAMA_3_8B,
     LLAMA_3_70B,
     SECOND_NS,
+    ClosedLoop,
     EngineSpec,
     GpuSpec,
     Poisson,
@@ -76,6 +78,24 @@ def test_what_is_old_fades() -> None:
     assert fit.count < 50_000
 
 
+@pytest.mark.parametrize(
+    ("talk", "active", "sm", "booked"),
+    [
+        (20.0, 90.0, 60.0, 20.0),
+        (20.0, 90.0, 75.0, 15.0),
+        (20.0, 90.0, 88.0, 20.0),  # SMs are held while messages are on their way
+        (20.0, 90.0, 95.0, 20.0),
+        (20.0, 90.0, None, 20.0),
+        (20.0, None, 60.0, 20.0),
+        (None, 90.0, 60.0, None),
+    ],
+)
+def test_messages_take_no_longer_than_the_sms_were_free(
+    talk: float | None, active: float | None, sm: float | None, booked: float | None
+) -> None:
+    assert at_most_unheld(talk, active, sm) == booked
+
+
 def node(faster: float, tensor: int = 4, straggler: Straggler | None = None) -> Scenario:
     sizes = [2.0**power for power in range(10, 31)]
     links = tuple((size, (RING_NS + size * 1.5 / 340) / faster) for size in sizes)
@@ -92,13 +112,16 @@ def node(faster: float, tensor: int = 4, straggler: Straggler | None = None) -> 
     return Scenario(seed=7, gpus=(GpuSpec(),) * tensor, engines=(engine,), duration_ns=SECONDS * SECOND_NS)
 
 
-def analysed(scenario: Scenario) -> tuple[Analyzer, dict[str, float]]:
+PM_AND_STEPS = Visible(counters=Sampling("cupti_pm", 1000.0))
+
+
+def analysed(scenario: Scenario, visible: Visible = PM_AND_STEPS) -> tuple[Analyzer, dict[str, float]]:
     """Return the analyzer and by how many points of the time its causes are off on GPU 0."""
     analyzer = Analyzer()
     ours: dict[str, int] = {}
     theirs: list[dict[str, int]] = []
     settled = 0
-    for snapshot, now in simulate(scenario, visible=Visible(counters=Sampling("cupti_pm", 1000.0))):
+    for snapshot, now in simulate(scenario, visible=visible):
         if now.window_ns:
             theirs.append({str(cause): ns for cause, ns in now.gpus[0].window.causes_ns.items()})
         gpu = analyzer.feed(snapshot).gpus[0]
@@ -122,6 +145,16 @@ def test_links_that_are_slower_or_faster_than_the_table_are_told_from_launches(f
         assert told is not None
         assert told[0] == pytest.approx(0.93 / faster, rel=0.1)
     assert abs(errors["communication"]) < 2.0
+    assert abs(errors["latency"]) < 2.0
+
+
+def test_sums_and_slow_counters_bound_the_messages_of_links_that_are_faster() -> None:
+    plain = node(1.6)
+    crowd = ClosedLoop(users=160, mix=(Sizes(prompt=(50, 1500), output=(20, 300)),))
+    engine = msgspec.structs.replace(plain.engines[0], arrivals=(crowd,))
+    scenario = msgspec.structs.replace(plain, engines=(engine,))
+    _, errors = analysed(scenario, Visible(counters=GPM_10_HZ, steps=False))
+    assert abs(errors["communication"]) < 2.0  # by the table 5.8
     assert abs(errors["latency"]) < 2.0
 
 
