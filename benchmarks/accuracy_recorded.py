@@ -63,9 +63,10 @@ class Recorded:
             self._sums[name] = np.concatenate(([0], np.cumsum(counted)))
 
     def _first_token_ns(self) -> NDArray[np.int64]:
-        """Return what each step adds to the time to first token: from the first chunk of its prompts on.
+        """Return what each step adds to the time to first token: from before the first chunk of its prompts.
 
-        The log has no arrivals, so time in the queue is missing; the analysis does not use it where one is.
+        The log has no arrivals: where a step ran before, they are taken to be in the middle of it. So time in
+        the queue is missing; the analysis does not use it where one is.
         """
         added = np.zeros(len(self.end), dtype=np.int64)
         for i in np.flatnonzero(self.column["first"]):
@@ -73,7 +74,10 @@ class Recorded:
             while missing > 0 and begun > 0 and not self.column["first"][begun - 1]:
                 begun -= 1
                 missing -= int(self.column["ctx"][begun])
-            added[i] = int(self.column["first"][i]) * int(self.end[i] - self.start[begun])
+            came = int(self.start[begun])
+            if begun and self.column["run"][begun - 1]:
+                came = int(self.start[begun - 1] + self.end[begun - 1]) // 2
+            added[i] = int(self.column["first"][i]) * (int(self.end[i]) - came)
         return added
 
     def steps(self) -> StepSeries:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from gpuidle.agent.analysis.durations import together
 from gpuidle.agent.analysis.hostgap import request_throughout
+from gpuidle.agent.analysis.localpace import Here, near, quiet
 from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
 from gpuidle.agent.analysis.phase import Clues, shares_from_sums
@@ -178,6 +180,25 @@ def _batch(
     )
 
 
+def _told_here(
+    track: EngineTrack, sums: Sums, following: Sums | None, busy_ns: float | None, batch: Batch
+) -> Here:
+    """Return what is known of a window's steps, corrected by the windows without prompts around it.
+
+    Those after it are asked where no counter has to tell how long they were busy.
+    """
+    known, measured = track.pace.told(batch), busy_ns is not None
+    spent_ns = float(sums.window_ns) if busy_ns is None else busy_ns
+    if quiet(sums, following):
+        track.local.learn(near(sums, spent_ns, known.step_ns))
+    later = [] if measured else [each for each in track.sums if each.start_ns >= sums.end_ns]
+    ahead = [near(each, float(each.window_ns), None) for each, then in pairwise(later) if quiet(each, then)]
+    here = track.local.told(known, batch.rows, sums.end_ns, measured=measured, ahead=ahead)
+    if measured or sums.always_running:
+        track.local.learn_prompts(sums, spent_ns, here)
+    return here
+
+
 def with_told(engines: Sequence[Made], window: Pending) -> list[Made]:
     """Return the same with the sums and the steps of the window, where there are any."""
     span = window.start_ns, window.end_ns
@@ -204,16 +225,17 @@ def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineW
     pace_ns: float | None = None
     pace_spread = 0.0
     decode: DecodeStep | None = None
+    here: Here | None = None
     if sums is not None and priced is None:
         rows = decode_rows(sums)
         decode = None if shape is None else decode_step(shape, sums, reading, rows)
         batch = _batch(rows, sums, decode, shape, reading)
         if sums.moved or sums.chunk_ns:
             track.pace.learn(sums, following, busy_ns, batch)
-        told = track.pace.told(batch)
-        pace_ns, pace_spread = told.step_ns, told.spread
+        here = _told_here(track, sums, following, busy_ns, batch)
+        pace_ns, pace_spread = here.step_ns, here.spread
         track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
-        track.prompt_token_ns = track.prompt_token_ns if told.token_ns is None else told.token_ns
+        track.prompt_token_ns = track.prompt_token_ns if here.token_ns is None else here.token_ns
     throughout = sums is not None and _throughout(track, sums, window)
     if sums is not None and busy_ns is not None and sums.counted_steps and sums.moved and not sums.reset:
         step_ns = busy_ns / sums.counted_steps
@@ -229,6 +251,8 @@ def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineW
         busy_ns=busy_ns,
         pace_ns=pace_ns,
         pace_spread=pace_spread,
+        prompt_token_steps=None if here is None else here.token_steps,
+        prompt_token_spread=0.0 if here is None else here.token_spread,
         max_batched_tokens=reading.limits.max_batched_tokens,
         prompt_token_ns=track.prompt_token_ns,
         following=following,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from gpuidle.agent.analysis.integers import clip_to
-from gpuidle.agent.analysis.prompts import prefill_steps
+from gpuidle.agent.analysis.prompts import PrefillSteps, heard_ns, prefill_steps
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import Evidence, Shares
 
@@ -36,6 +36,10 @@ class Clues(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int | None = None
     prompt_token_ns: float | None = None
     """Time of a prompt token in chunks that ran alone."""
+    prompt_token_steps: float | None = None
+    """Time of a prompt token beside decodes, in decode-only steps."""
+    prompt_token_spread: float = 0.0
+    """Its relative standard error."""
     following: Sums | None = None
     """The next window in which tokens moved: a step that ends there may have begun here."""
 
@@ -119,7 +123,8 @@ def _decodes(sums: Sums, clues: Clues) -> Shares:
     )  # fmt: skip
     busy, known = clues.busy(sums)
     if not known:
-        time = min(busy, (pace_ns or 0.0) * (steps or 0))
+        cut = 0.5 if sums.running[0] and steps else 0.0
+        time = min(busy, (pace_ns or 0.0) * ((steps or 0) - cut))
         idle = {"idle": busy - time} if pace_ns is not None else {}
         return _settle(window_ns, {"decode": time, **idle}, (0, 0), "estimated")
     begun = 0.0
@@ -142,21 +147,14 @@ def _decodes(sums: Sums, clues: Clues) -> Shares:
 def _prompts(sums: Sums, clues: Clues) -> Shares:
     window_ns = clues.window_ns
     busy, known = clues.busy(sums)
-    if known:
-        low, estimate, high = _prefill_time(sums, clues, busy)
-    else:
-        low, estimate, high = 0.0, _prefill_unheard(sums, clues, busy), busy
+    kind = "mixed" if _decodes_beside(sums) else "prefill"
+    if not known:
+        times = _unheard(sums, clues)
+        return _settle(window_ns, {"unknown": busy} if times is None else times, (0.0, busy), "estimated")
+    low, estimate, high = _prefill_time(sums, clues, busy)
     if estimate is None:
         return _settle(window_ns, {"idle": window_ns - busy, "unknown": busy}, (low, high), "unknown")
-    wanted = {"mixed" if _decodes_beside(sums) else "prefill": estimate}
-    if known:
-        wanted |= {"decode": busy - estimate, "idle": window_ns - busy}
-    else:
-        # Nothing counts the busy time: what neither the prompts nor the decodes need was idle.
-        steps = max(0, (sums.counted_steps or 0) - (sums.first_tokens or 0))
-        wanted["decode"] = min(busy - estimate, (clues.pace_ns or 0.0) * steps)
-        if clues.pace_ns is not None:
-            wanted["idle"] = busy - estimate - wanted["decode"]
+    wanted = {kind: estimate, "decode": busy - estimate, "idle": window_ns - busy}
     return _settle(window_ns, wanted, (low, high), "estimated")
 
 
@@ -167,21 +165,56 @@ def _decodes_beside(sums: Sums) -> bool:
     return sums.always_running and decodes is not None and (beside or decodes > 4 * max(1, firsts))
 
 
-def _prefill_unheard(sums: Sums, clues: Clues, busy: float) -> float | None:
-    """Return the prefill-containing time of a window that was busy for nobody knows how long.
+def _unheard(sums: Sums, clues: Clues) -> dict[str, float] | None:
+    """Return the times of a window at whose start or end nothing ran: no gauge tells how long it was busy.
 
-    A prefill lasts no longer than its requests waited for it, and no less than a decode step.
+    None: not known. Requests that still run at its end kept it busy from their first token on; the step under
+    way at an edge is cut anywhere.
     """
-    heard = sums.time_to_first_token_s
-    if heard is not None and not any(sums.waiting):
-        return min(busy, heard * 1e9)
-    steps = prefill_steps(sums, clues.max_batched_tokens, None, clues.pace_ns)
-    if steps is not None and sums.moved and steps.counted_steps <= (sums.first_tokens or 0):
-        return busy / 2  # it began or ended in this window, and nothing else ran
-    if steps is None or (clues.pace_ns is None and clues.prompt_token_ns is None):
+    window_ns, pace_ns, steps = float(clues.window_ns), clues.pace_ns, sums.counted_steps or 0
+    found = prefill_steps(sums, clues.max_batched_tokens, None, pace_ns)
+    prompts = min(1.0 * steps, found.estimate) if found is not None else 1.0
+    began, goes_on = not sums.running[0], bool(sums.running[1])
+    each_ns = _prompt_step_ns(sums, clues, prompts)
+    if sums.chunk_ns:
+        spent = min(window_ns, sums.chunk_ns)
+    elif steps <= prompts and clues.prompt_token_ns is None and heard_ns(sums, prompts) is None:
+        spent = window_ns / 2  # it began or ended in this window, and nothing else ran
+    elif each_ns is None:
         return None
-    by_tokens = (sums.prefill_tokens or 0) * (clues.prompt_token_ns or 0.0)
-    return min(busy, max(steps.estimate * (clues.pace_ns or 0.0), by_tokens))
+    elif began:
+        spent = min(window_ns, each_ns * prompts)
+    else:
+        spent = _cut(each_ns, window_ns) + min(window_ns, each_ns * (prompts - 1))
+    decodes = max(0.0, steps - prompts)
+    if pace_ns is None and (decodes or goes_on):
+        return None if goes_on and not spent else {"prefill": spent}
+    times = {"prefill": spent, "decode": min(window_ns - spent, decodes * (pace_ns or 0.0))}
+    left = window_ns - sum(times.values())
+    if goes_on:
+        following = clues.following
+        again = following is not None and bool(following.first_tokens or following.chunk_steps)
+        under_way_ns = max(each_ns or 0.0, pace_ns or 0.0) if again else pace_ns or 0.0
+        under_way_ns = min(left, under_way_ns / 2)
+        times["mixed" if again else "decode"] = times.get("mixed" if again else "decode", 0.0) + under_way_ns
+        left -= under_way_ns
+    return {**times, "idle": left}
+
+
+def _cut(step_ns: float, window_ns: float) -> float:
+    """Return the part in a window of a step that ends anywhere in it, and began before it if it is long."""
+    return window_ns / 2 if step_ns >= window_ns else step_ns * (1 - step_ns / (2 * window_ns))
+
+
+def _prompt_step_ns(sums: Sums, clues: Clues, prompts: float) -> float | None:
+    """Return the time of a step with a prompt in a window that nothing ran through; None: not known."""
+    heard = heard_ns(sums, prompts)
+    if heard is not None:
+        return heard / max(1.0, prompts)
+    if clues.pace_ns is None and clues.prompt_token_ns is None:
+        return None
+    by_tokens = (sums.prefill_tokens or 0) * (clues.prompt_token_ns or 0.0) / max(1.0, prompts)
+    return max(clues.pace_ns or 0.0, by_tokens)
 
 
 def _prefill_time(sums: Sums, clues: Clues, busy: float) -> tuple[float, float | None, float]:
@@ -204,13 +237,38 @@ def _prefill_time(sums: Sums, clues: Clues, busy: float) -> tuple[float, float |
         least = busy * (1 - min(1.0, max(0.0, steps.counted_steps - steps.high) / every))
         estimate = busy * (1 - min(1.0, only / every))
         return least, estimate if busy - estimate <= max(0.1 * busy, UNSURE_NS) else None, busy
+    # Nor do decodes take longer than the mean step beside prompts; the edges cut half a step together.
+    if steps.low > 0:
+        pace_ns = min(pace_ns, busy / max(0.5, steps.counted_steps - 0.5))
     counts = (steps.high, steps.estimate, steps.low)
     decodes = max(0.0, steps.counted_steps - steps.estimate) * pace_ns
-    error = 2 * clues.pace_spread * min(busy, decodes)
+    spread = clues.pace_spread
+    told = _by_tokens(sums, clues, steps, busy)
+    if told is not None and decodes:
+        weight = told[1]
+        pace_ns *= 1 - weight + weight * (busy - told[0]) / decodes
+        decodes = max(0.0, steps.counted_steps - steps.estimate) * pace_ns
+        spread *= math.sqrt(1 - weight)
+    error = 2 * spread * min(busy, decodes)
     high, estimate, low = (max(0.0, busy - max(0.0, steps.counted_steps - n) * pace_ns) for n in counts)
     if error > max(UNSURE * busy, UNSURE_NS):
         return max(0.0, low - error), None, min(busy, high + error)
     return max(0.0, low - error), estimate, min(busy, high + error)
+
+
+def _by_tokens(sums: Sums, clues: Clues, steps: PrefillSteps, busy: float) -> tuple[float, float] | None:
+    """Return the prefill-containing time by what its prompt tokens take in decode-only steps, and its weight.
+
+    That is right at whatever pace the machine has just now. It weighs as much as the pace is unsure.
+    """
+    per_token, decodes = clues.prompt_token_steps, steps.counted_steps - steps.estimate
+    if per_token is None or clues.pace_ns is None or not sums.prefill_tokens or decodes <= 0:
+        return None
+    more = per_token * sums.prefill_tokens
+    every = steps.counted_steps + more
+    by_pace = decodes * clues.pace_ns * clues.pace_spread
+    by_tokens = busy * decodes * more * clues.prompt_token_spread / every**2
+    return busy * (steps.estimate + more) / every, by_pace**2 / (by_pace**2 + by_tokens**2 + 1e-9)
 
 
 def _settle(

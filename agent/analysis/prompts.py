@@ -51,15 +51,19 @@ def give_back(
         return moved, None
     room = room_tokens(last, max_batched_tokens)
     if room is None:
-        return _by_first_token_time(moved), None
+        return _by_first_token_time(moved, pace_ns), None
     chunks = math.ceil(last.prefill_tokens / room - 1e-9)
     silent = _silent(moved)
     before = moved[silent[-1] - 1] if silent and silent[-1] else None
     beside = before is not None and bool(before.counted_steps) and before.always_running
     if silent and chunks > 1 and not beside:
+        span_ns = heard_ns(last, 1.0) if last.first_tokens == 1 else None
+        if span_ns is not None:
+            first = None if moved[silent[-1]].running[0] else moved[silent[-1]]
+            return _by_first_token_time(moved, pace_ns, first, chunks), span_ns / last.prefill_tokens
         return _give_to_silent(moved, silent, chunks)
     if not moved[-2].counted_steps and not beside:
-        return _by_first_token_time(moved), None
+        return _by_first_token_time(moved, pace_ns), None
     if ended is not None:
         return _give_to_steps(moved, ended, room, pace_ns, prompt_token_ns), None
     if chunks < 2:
@@ -68,8 +72,8 @@ def give_back(
     parts = [0.0] * len(moved)
     for i in range(len(moved) - 2, -1, -1):
         window = moved[i]
-        if i in silent:  # a step that ended in a later window ran all through it
-            moved[i] = msgspec.structs.replace(window, chunk_ns=float(window.window_ns))
+        if i in silent or (left > 0 and not window.counted_steps and window.always_running):
+            moved[i] = _through(window)
             continue
         if left <= 0 or window.reset or not window.counted_steps:
             break
@@ -78,6 +82,11 @@ def give_back(
         left -= parts[i]
     parts[-1] = chunks - sum(parts[:-1])
     return _move_tokens(moved, parts), None
+
+
+def _through(window: Sums) -> Sums:
+    """Return a window with nothing counted, all through which a step with a chunk ran that ended later."""
+    return msgspec.structs.replace(window, chunk_ns=float(window.window_ns))
 
 
 def _give_to_steps(
@@ -103,12 +112,19 @@ def _give_to_steps(
         own_ns = steps * pace + prompt_token_ns * beyond(ended.sizes, pace / prompt_token_ns)
         here = (window_ns - own_ns) / (chunk_ns - pace)
         before = min(ended.first, max(0.0, ended.chunks - here))
+    # No more of them are here than steps that ended no prompt.
+    before = max(before, ended.chunks - max(0.0, steps - sum(count for _, count in ended.sizes)))
     left = before
     given = 0
     for i in range(len(windows) - 2, -1, -1):
         window = windows[i]
-        if left <= 0 or window.reset or not window.counted_steps or window.prefill_tokens is None:
+        if left <= 0 or window.reset or window.prefill_tokens is None:
             break
+        if not window.counted_steps:
+            if not window.always_running:
+                break
+            windows[i] = _through(window)
+            continue
         free = window.counted_steps - sum(n for _, n in window.prompt_steps or ()) - window.chunk_steps
         part = max(0.0, min(left, free))
         tokens = min(round(part * room), (last.prefill_tokens or 0) - given)
@@ -200,24 +216,54 @@ def _move_tokens(windows: list[Sums], parts: Sequence[float]) -> list[Sums]:
     return windows
 
 
-def _by_first_token_time(windows: list[Sums]) -> list[Sums]:
-    """A prefill that no gauge shows fills the time to its first token evenly, unless requests queue."""
+def heard_ns(sums: Sums, prompts: float) -> float | None:
+    """Return how long the steps with the prompts that ended here took, by the time to their first token.
+
+    None where requests queue, or it is not told. Those that came together waited for each other: the mean of
+    N steps is that of (N + 1) / 2.
+    """
+    heard, firsts = sums.time_to_first_token_s, sums.first_tokens
+    if not heard or not firsts or any(sums.waiting):
+        return None
+    if (sums.running[1] or 0) < firsts:
+        return heard * 1e9
+    return heard * 1e9 / firsts * 2 * prompts / (prompts + 1)
+
+
+def _by_first_token_time(
+    windows: list[Sums], pace_ns: float | None, first: Sums | None = None, chunks: int = 1
+) -> list[Sums]:
+    """A prefill that no gauge shows fills the time to its first token, unless requests queue.
+
+    Its end lies before the decodes of the window that booked it. `first` is the window in which the gauges
+    showed that the first of its chunks was through.
+    """
     last = windows[-1]
-    if last.time_to_first_token_s is None or any(last.waiting):
+    prompts = float(min(last.first_tokens or 1, last.counted_steps or 1))
+    span_ns = heard_ns(last, prompts)
+    if span_ns is None:
         return windows
-    span_ns = last.time_to_first_token_s * 1e9 / max(1, last.first_tokens or 1)
-    end_ns = (last.start_ns + last.end_ns) / 2
+    decodes = max(0.0, (last.counted_steps or 0) - prompts) + (0.5 if last.running[1] else 0.0)
+    earliest, latest = float(last.start_ns), last.end_ns - decodes * (pace_ns or 0.0)
+    if first is not None:
+        rest_ns = span_ns - span_ns / chunks
+        earliest, latest = max(earliest, first.start_ns + rest_ns), min(latest, first.end_ns + rest_ns)
+    elif pace_ns is not None and last.running[1]:
+        earliest = latest
+    end_ns = min(float(last.end_ns), max(float(last.start_ns), (earliest + latest) / 2))
+    begun_ns = end_ns - span_ns
     overlaps = [
-        0.0
-        if w.reset or w.counted_steps
-        else max(0.0, min(end_ns, w.end_ns) - max(end_ns - span_ns, w.start_ns))
+        0.0 if w.reset or w.counted_steps else max(0.0, min(end_ns, w.end_ns) - max(begun_ns, w.start_ns))
         for w in windows[:-1]
     ]
+    here = max(0.0, min(span_ns, end_ns - last.start_ns))
+    if not last.always_running:
+        last = windows[-1] = msgspec.structs.replace(last, chunk_ns=here)
     if sum(overlaps) <= 0:
         return windows
     for i, ns in enumerate(overlaps):
         windows[i] = msgspec.structs.replace(windows[i], chunk_ns=max(ns, windows[i].chunk_ns))
-    return _move_tokens(windows, [*overlaps, max(1.0, min(span_ns, end_ns - last.start_ns))])
+    return _move_tokens(windows, [*overlaps, max(1.0, here)])
 
 
 class PrefillSteps(msgspec.Struct, frozen=True, kw_only=True):
