@@ -126,6 +126,14 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):
     embedding_bytes: float | None = None
     """Bytes of the tables, where they are not stored as activations are (GGUF)."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.architecture, self.layers, self.hidden, self.matmuls, self.attentions))
+
+    def __hash__(self) -> int:
+        """Return what is found once: figures that are kept by shape are asked for in each window."""
+        return self._hash
+
     @property
     def parameters(self) -> int:
         """All weights: matrices, tables and vectors; a tied lm_head once."""

@@ -152,19 +152,19 @@ def work(
     ranks = tp * data_parallel if expert_parallel else tp
     groups = data_parallel if expert_parallel else 1
     sums = _matrices(shape, tp, ranks)
-    useful: dict[str, NDArray[np.float64]] = {}
+    useful: dict[str, Column] = {}
     executed = useful if keeps_all and _nothing(expanded_tokens) else {}
     for dtype in dict.fromkeys((*sums.per_token, *sums.per_logit_row)):
         body, head = sums.per_token.get(dtype, 0.0) / pp, sums.per_logit_row.get(dtype, 0.0) / pp
         executed[dtype] = t * body + rows * head
         useful[dtype] = executed[dtype] if keeps_all else executed[dtype] - rejected * (body + head)
-    fixed = np.minimum(count, t) * (sums.body_bytes / pp) + np.minimum(count, rows) * (sums.head_bytes / pp)
+    fixed = _least(count, t) * (sums.body_bytes / pp) + _least(count, rows) * (sums.head_bytes / pp)
     low = mean = high = fixed
     for (experts, active), each in sums.expert_bytes.items():
         fewest, uniform, most = _distinct_experts(experts, active, t * groups, count)
         low, mean, high = (was + each / pp * of for was, of in ((low, fewest), (mean, uniform), (high, most)))
 
-    kv: NDArray[np.float64] | None = None
+    kv: Column | None = None
     b = shape.kv_dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes
     for a in shape.attentions:
         seen, read_here = _seen(a, t, pairs, reads, windowed_attention_pairs, windowed_kv_read_tokens)
@@ -277,11 +277,11 @@ def _matrices(shape: ModelShape, tp: int, expert_ranks: int) -> _Matrices:
 
 
 def _distinct_experts(
-    experts: int, active: int, tokens: NDArray[np.float64], steps: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    experts: int, active: int, tokens: Column, steps: Column
+) -> tuple[Column, Column, Column]:
     """Return the experts of a layer that `steps` steps read: fewest, by uniform routing, most."""
     a_step = np.divide(
-        tokens, steps, out=np.zeros(np.broadcast_shapes(tokens.shape, steps.shape)), where=steps > 0
+        tokens, steps, out=np.zeros(np.broadcast_shapes(np.shape(tokens), np.shape(steps))), where=steps > 0
     )
     fewest = np.minimum(a_step, 1.0) * active
     uniform = experts * (1.0 - np.exp(np.log1p(-active / experts) * a_step)) if active < experts else fewest
@@ -291,17 +291,17 @@ def _distinct_experts(
 
 def _seen(
     a: Attention,
-    tokens: NDArray[np.float64],
-    pairs: NDArray[np.float64],
-    reads: NDArray[np.float64],
+    tokens: Column,
+    pairs: Column,
+    reads: Column,
     windowed_pairs_: Number | None,
     windowed_reads: Number | None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Column, Column]:
     """Return the pairs and the cached tokens read in a layer of this kind."""
     if a.window is None:
         return pairs, reads
-    seen = np.minimum(pairs, tokens * a.window) if windowed_pairs_ is None else _float(windowed_pairs_)
-    read = np.minimum(reads, tokens * a.window) if windowed_reads is None else _float(windowed_reads)
+    seen = _least(pairs, tokens * a.window) if windowed_pairs_ is None else _float(windowed_pairs_)
+    read = _least(reads, tokens * a.window) if windowed_reads is None else _float(windowed_reads)
     return seen, read
 
 
@@ -310,18 +310,17 @@ def _collectives(
     tp: int,
     pp: int,
     expert_groups: int,
-    tokens: NDArray[np.float64],
-    rows: NDArray[np.float64],
-    steps: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    tokens: Column,
+    rows: Column,
+    steps: Column,
+) -> tuple[Column, Column]:
     """Count messages and payload bytes of one rank, the mean over the pipeline's stages.
 
     Tensor parallelism: an all-reduce of T x D after attention and after the FFN of each layer, one after
     the divided embedding, and a gather of the logits. Experts over data-parallel replicas: their all-reduce
     becomes dispatch and combine of T x k x D. Pipeline: hidden states and residual, once a boundary.
     """
-    messages: NDArray[np.float64] = np.zeros(steps.shape)
-    payload: NDArray[np.float64] = np.zeros(tokens.shape)
+    messages, payload = _zeros(steps), _zeros(tokens)
     if tp == pp == expert_groups == 1:
         return messages, payload
     hidden = shape.hidden * shape.activation_bytes
@@ -340,13 +339,13 @@ def _collectives(
     return messages, payload
 
 
-def _part(seen: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+def _part(seen: Column, pairs: Column) -> Column:
     """Return the share of the pairs that a layer computes."""
-    nothing = np.zeros(np.broadcast_shapes(seen.shape, pairs.shape))
+    nothing = np.zeros(np.broadcast_shapes(np.shape(seen), np.shape(pairs)))
     return np.divide(seen, pairs, out=nothing, where=pairs > 0)
 
 
-def _add(sums: dict[str, NDArray[np.float64]], key: str, value: NDArray[np.float64]) -> None:
+def _add(sums: dict[str, Column], key: str, value: Column) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
@@ -354,12 +353,23 @@ def _nothing(value: Number) -> bool:
     return not isinstance(value, np.ndarray) and not value
 
 
-def _float(value: Number) -> NDArray[np.float64]:
-    return np.asarray(value, dtype=np.float64)
+def _float(value: Number) -> Column:
+    # Arithmetic with plain numbers is many times as fast as with arrays of none but one.
+    return np.asarray(value, dtype=np.float64) if isinstance(value, np.ndarray) else float(value)
 
 
-def _column(value: NDArray[np.float64]) -> Column:
-    return float(value) if value.ndim == 0 else value
+def _least(one: Column, other: Column) -> Column:
+    if isinstance(one, float) and isinstance(other, float):
+        return min(one, other)
+    return np.minimum(one, other)
+
+
+def _zeros(like: Column) -> Column:
+    return np.zeros(like.shape) if isinstance(like, np.ndarray) else 0.0
+
+
+def _column(value: Column) -> Column:
+    return value if isinstance(value, np.ndarray) and value.ndim else float(value)
 
 
 def _total(sums: Mapping[str, Column]) -> Column:
