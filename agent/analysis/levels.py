@@ -90,7 +90,7 @@ class ShortSamples:
     LOWEST, BINS = -6.0, 240
     DENSE = 0.08
     """A bin belongs to decode if it holds this share of the fullest one."""
-    WITHIN = 0.2
+    WITHIN = 0.25
     """Beyond the last dense bin by no more is decode."""
     EQUAL, EQUAL_SAMPLE = 0.05, 0.2
     """Segments as far apart in x are equals: for long ones, and more for one sample of noise."""
