@@ -9,8 +9,9 @@ engine's own step counter moved.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,10 @@ STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 """The buckets of `vllm:iteration_tokens_total` on the recorded pages."""
 SECOND = 10**9
 TICK_NS = SECOND // 10
+REST_NS = 200_000_000
+"""A longer gap between steps is a rest."""
+LEAST_BUSY_NS = 50_000_000
+"""Seconds with less time in steps are left out."""
 
 
 class Recorded:
@@ -55,9 +60,11 @@ class Recorded:
         self._sums["ttft_ns"] = np.concatenate(([0], np.cumsum(self._first_token_ns())))
         decoded, requests = self.column["rows"], self.column["next"]
         self._speculates = bool((decoded > requests).any())
+        drafted = np.maximum(0, decoded - requests)
+        longest = max(1, int(np.ceil(np.max(drafted / np.maximum(1, requests)))))
         for name, counted in (
-            ("drafts", np.where(decoded > requests, requests, 0)),
-            ("drafted", np.maximum(0, decoded - requests)),
+            ("drafts", -(-drafted // longest)),
+            ("drafted", drafted),
             ("accepted", self.column["out"] - self.column["first"] - requests),
         ):
             self._sums[name] = np.concatenate(([0], np.cumsum(counted)))
@@ -163,34 +170,67 @@ def window_shares(run: Recorded, lead_ns: int = 0) -> list[tuple[int, int, int, 
     return seconds
 
 
-def score(run: Recorded, *, lead_ns: int = 0, own_times: bool = True) -> tuple[list[float], float, int]:
-    """Return the errors of the prefill-containing share of busy time in points, the coverage, the windows.
+class Window(NamedTuple):
+    """One second: prefill-containing and decode ns, by us and by the log."""
 
-    Counters have no time between steps, so both sides are shares of the time in steps; windows of less than
-    50 ms of it are left out. With `own_times` off a step begins where the one before it ended.
-    """
+    told: tuple[int, int]
+    unknown_ns: int
+    own: tuple[int, int]
+    """By the log's own step times, which leave the engine's time between steps out."""
+    joined: tuple[int, int]
+    """With steps that begin where the one before ended: all that a page of counters can show."""
+
+
+def windows_of(run: Recorded, lead_ns: int = 0) -> list[Window]:
+    """Return the seconds in which steps ran for 50 ms at least."""
     exact = run.steps()
-    if not own_times:
-        gap = run.start - np.concatenate(([0], run.end[:-1]))
-        start = np.where(gap < 200e6, np.concatenate(([0], run.end[:-1])), run.start)
-        exact = StepSeries(
-            "vllm", "plugin", True, 0, column(start, "i8"), exact.end_ns, exact.prefill_tokens,
-            exact.decode_tokens,
-        )  # fmt: skip
-    errors: list[float] = []
-    labelled = busy = 0
+    before = np.concatenate(([0], run.end[:-1]))
+    joined = StepSeries(
+        "vllm", "plugin", True, 0,
+        column(np.where(run.start - before < REST_NS, before, run.start), "i8"), exact.end_ns,
+        exact.prefill_tokens, exact.decode_tokens,
+    )  # fmt: skip
+    found = []
     for begin, containing, decode, _idle, unknown in window_shares(run, lead_ns):
-        truth = shares_from_steps([exact], begin, begin + SECOND)
-        assert truth is not None
-        real = truth.shares.prefill_ns + truth.shares.mixed_ns
-        spent = real + truth.shares.decode_ns
-        if spent < 50e6:
-            continue
-        busy += containing + decode + unknown
-        labelled += containing + decode
-        if containing + decode:
-            errors.append(100 * abs(containing / (containing + decode) - real / spent))
-    return errors, labelled / busy, len(errors)
+        truth = []
+        for series in (exact, joined):
+            steps = shares_from_steps([series], begin, begin + SECOND)
+            assert steps is not None
+            shares = steps.shares
+            truth.append((shares.prefill_ns + shares.mixed_ns, shares.decode_ns))
+        if sum(truth[0]) >= LEAST_BUSY_NS:
+            found.append(Window((containing, decode), unknown, truth[0], truth[1]))
+    return found
+
+
+def errors_of(
+    pairs: Iterable[tuple[tuple[float, float], tuple[float, float]]], *, of_busy: bool = True
+) -> list[float]:
+    """Return by how many points prefill-containing shares differ: of the busy time, or of the second."""
+    errors = []
+    for one, other in pairs:
+        if sum(one) and sum(other):
+            wholes = (sum(one), sum(other)) if of_busy else (SECOND, SECOND)
+            errors.append(100 * abs(one[0] / wholes[0] - other[0] / wholes[1]))
+    return errors
+
+
+def coverage_of(windows: Sequence[Window]) -> float:
+    """Return the labelled part of the busy time."""
+    labelled = sum(sum(window.told) for window in windows)
+    return labelled / (labelled + sum(window.unknown_ns for window in windows))
+
+
+def usual_parts(run: Recorded) -> tuple[float, float]:
+    """Return the part of the time from end to end that steps with and without a prompt take in this run."""
+    before = np.concatenate(([0], run.end[:-1]))
+    near = run.start - before < REST_NS
+    prompts = run.column["ctx"] > 0
+    parts = [
+        float((run.end - run.start)[near & kind].sum() / (run.end - before)[near & kind].sum())
+        for kind in (prompts, ~prompts)
+    ]
+    return parts[0], parts[1]
 
 
 def exact_labels(run: Recorded) -> float:
@@ -211,22 +251,40 @@ def quantiles(errors: Sequence[float]) -> tuple[float, float]:
 
 
 def report() -> None:
+    """Print our errors and those of labellers that know more: a page shows no time between steps.
+
+    The first knows the end and the kind of each step, and nothing of the gaps; the second is told in addition
+    which part of the time they take in this run, by kind of step. No page tells that either.
+    """
     for name in RUNS:
         run = Recorded(DATA / f"{name}.jsonl")
         print(f"recorded {name}: steps labelled right {exact_labels(run):.4f}")
-        for own in (True, False):
-            pooled: list[float] = []
-            covers = []
-            for lead in range(10):
-                errors, coverage, _ = score(run, lead_ns=lead * 37_000_000, own_times=own)
-                pooled += errors
-                covers.append(coverage)
-            middle, high = quantiles(pooled)
-            times = "the log's step times" if own else "steps back to back"
-            print(
-                f"  10 Hz deltas, {times}: median {middle:.2f} points, 95 % {high:.2f},"
-                f" coverage {min(covers):.3f} ({len(pooled)} windows of 1 s, 10 alignments)"
-            )
+        alignments = [windows_of(run, lead_ns=lead * 37_000_000) for lead in range(10)]
+        pooled = [window for windows in alignments for window in windows]
+        parts = usual_parts(run)
+        scaled = [(w.joined[0] * parts[0], w.joined[1] * parts[1]) for w in pooled]
+        rows = [
+            ("10 Hz deltas, the log's step times", errors_of((w.told, w.own) for w in pooled)),
+            ("  all steps known, but not the gaps", errors_of((w.joined, w.own) for w in pooled)),
+            (
+                f"  and told that {parts[0]:.2f} and {parts[1]:.2f} of steps' time are steps",
+                errors_of((one, w.own) for one, w in zip(scaled, pooled, strict=True)),
+            ),
+            ("10 Hz deltas, steps back to back", errors_of((w.told, w.joined) for w in pooled)),
+            (
+                "10 Hz deltas, the log's step times, of the second",
+                errors_of(((w.told, w.own) for w in pooled), of_busy=False),
+            ),
+            (
+                "  all steps known, but not the gaps",
+                errors_of(((w.joined, w.own) for w in pooled), of_busy=False),
+            ),
+        ]
+        for what, errors in rows:
+            middle, high = quantiles(errors)
+            print(f"  {what}: median {middle:.2f} points, 95 % {high:.2f}")
+        covers = [coverage_of(windows) for windows in alignments]
+        print(f"  coverage {min(covers):.3f} ({len(pooled)} windows of 1 s, 10 alignments)")
 
 
 if __name__ == "__main__":
