@@ -176,3 +176,53 @@ def test_any_disjoint_steps_sum_to_the_window(gaps: list[tuple[int, int, int, in
     assert sum(window.shares.of(phase) for phase in PHASES) == 19_000
     assert window.gap_with_requests_ns + window.gap_without_requests_ns == window.shares.idle_ns
     assert np.all([count > 0 for count in window.steps.values()])
+
+
+def test_requests_that_still_run_kept_the_window_busy_from_their_first_token_on() -> None:
+    window = sums(
+        prefill_tokens=40,
+        generated_tokens=9,
+        first_tokens=1,
+        counted_steps=9,
+        time_to_first_token_s=0.3,
+        running=(0, 1),
+    )
+    shares = shares_from_sums(window, clues(None, 0.05 * T, 256))
+    assert shares.prefill_ns == 0.3 * T
+    assert shares.decode_ns == pytest.approx(8.5 * 0.05 * T)  # the step under way at the end is cut anywhere
+    assert shares.idle_ns == T - shares.prefill_ns - shares.decode_ns
+
+
+def test_a_prompt_that_began_before_the_window_and_ended_in_it_fills_half() -> None:
+    window = sums(
+        prefill_tokens=900,
+        generated_tokens=2,
+        first_tokens=1,
+        counted_steps=2,
+        time_to_first_token_s=2.5,
+        running=(1, 0),
+    )
+    shares = shares_from_sums(window, clues(None, 0.1 * T, None))
+    assert shares.prefill_ns == 0.5 * T
+    assert shares.decode_ns == 0.1 * T
+
+
+def test_where_the_pace_strays_a_window_is_read_by_its_own_prompt_tokens() -> None:
+    tenth = T // 10
+    window = sums(
+        end_ns=tenth,
+        prefill_tokens=200,
+        generated_tokens=30,
+        first_tokens=1,
+        counted_steps=10,
+        running=(3, 3),
+        prompt_steps=((200.0, 1.0),),
+    )
+    pace = Clues(window_ns=tenth, busy_ns=tenth, pace_ns=0.06 * tenth, pace_spread=0.001)
+    tokens = msgspec.structs.replace(pace, prompt_token_steps=0.05, prompt_token_spread=0.3)
+    by_pace, sure = shares_from_sums(window, pace), shares_from_sums(window, tokens)
+    strays = shares_from_sums(window, msgspec.structs.replace(tokens, pace_spread=0.2))
+    # 9 of the 10 steps were decodes, and the prompt's took 10 more of them; by the pace 0.46 had the prompt.
+    assert by_pace.mixed_ns == pytest.approx(0.46 * tenth, rel=0.01)
+    assert sure.mixed_ns == pytest.approx(by_pace.mixed_ns, rel=0.01)
+    assert by_pace.mixed_ns < strays.mixed_ns < (1 + 10) / (10 + 10) * tenth

@@ -134,3 +134,53 @@ def test_giving_back_loses_no_token(windows: list[Sums], budget: int | None) -> 
     assert known(moved) == known(windows) or (lost and known(moved) < known(windows))
     assert all(0 <= w.chunk_steps <= (w.counted_steps or 0) and w.chunk_ns >= 0 for w in moved)
     assert token_ns is None or token_ns >= 0
+
+
+def test_no_more_chunks_stay_in_a_window_than_it_has_steps() -> None:
+    # A step of 256 tokens lasts as long as a window: four chunks before the last step lie in four others.
+    tenth = T // 10
+    busy = {"running": (3, 3), "waiting": (2, 2), "steps_by_tokens": ((256, 1), (2048, 1))}
+    windows = [
+        sums(start_ns=i * tenth, end_ns=(i + 1) * tenth, generated_tokens=2, counted_steps=1, **busy)
+        for i in range(6)
+    ]
+    silent = sums(start_ns=6 * tenth, end_ns=7 * tenth, running=(3, 3), waiting=(2, 2))
+    last = sums(
+        start_ns=7 * tenth,
+        end_ns=8 * tenth,
+        generated_tokens=3,
+        counted_steps=1,
+        first_tokens=1,
+        prefill_tokens=1260,
+        running=(3, 3),
+        waiting=(2, 1),
+        steps_by_tokens=((256, 0), (2048, 1)),
+    )
+    moved = give_back([*windows, silent, last], 256, 10e6)[0]
+    assert sum(w.prefill_tokens or 0 for w in moved) == 1260
+    assert sum(n for _, n in moved[-1].prompt_steps or ()) == 1
+    assert moved[-2].chunk_ns == tenth
+    assert all(w.chunk_steps <= 1 for w in moved)
+    assert 3.5 <= sum(w.chunk_steps for w in moved) <= 4.5
+    assert [w.chunk_steps > 0.4 for w in moved[2:6]] == [True] * 4
+
+
+def test_the_time_to_first_token_tells_where_chunks_that_ran_alone_began() -> None:
+    # Four chunks took 2 s: the first was through in the second second, and the last one ended in the third.
+    rest = sums(start_ns=0, end_ns=T)
+    begun = sums(start_ns=T, end_ns=2 * T, running=(0, 1))
+    last = sums(
+        start_ns=2 * T,
+        end_ns=3 * T,
+        generated_tokens=2,
+        counted_steps=2,
+        running=(1, 0),
+        first_tokens=1,
+        prefill_tokens=1000,
+        time_to_first_token_s=2.0,
+    )
+    moved, token_ns = give_back([rest, begun, last], 256, 0.1 * T)
+    # It ended between 2.5 s (the first chunk at 1 s) and 2.9 s (a decode followed): at 2.7 s.
+    assert [round(w.chunk_ns / T, 2) for w in moved] == [0.3, 1.0, 0.7]
+    assert sum(w.prefill_tokens or 0 for w in moved) == 1000
+    assert token_ns == 2 * T / 1000
