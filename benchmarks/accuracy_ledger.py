@@ -63,9 +63,9 @@ TIME_SPLIT = {
     "no_request": ("no_request",),
 }
 """What a busy share can split; the rest is the work model's."""
-DEVELOPMENT = (3, 4, 21, 22, 23, 31, 32)
+DEVELOPMENT = (3, 4, 21, 22, 23, 31, 32, 41, 42, 43)
 """Seeds that constants were looked at with; the report scores others."""
-HELD_OUT = (41, 42, 43)
+HELD_OUT = (51, 52, 53)
 TRACES_S = 3300
 """Where the last cut of a trace may begin: they last an hour."""
 SHORT = 10
