@@ -72,6 +72,13 @@ class Segments:
         self.step = self.usable.copy()
         """Not only a gap between two."""
         self.step[1:-1] &= whole[1:-1] | ~(whole[:-2] & whole[2:])
+        self.alone = np.zeros(len(whole), dtype=np.bool_)
+        """Between two gaps: one step, of which their samples hold the ends."""
+        self.alone[1:-1] = whole[1:-1] & ~whole[:-2] & ~whole[2:]
+        ends = np.where(whole, 0.0, self.moved) / 2
+        self.moved_in_step = self.moved.copy()
+        self.moved_in_step[1:] += ends[:-1]
+        self.moved_in_step[:-1] += ends[1:]
 
     def _jumps(self, tensor: Floats, dram: Floats) -> NDArray[np.bool_]:
         pairs = intensity((tensor[1:] + tensor[:-1]) / 2, (dram[1:] + dram[:-1]) / 2)
@@ -98,6 +105,12 @@ class ShortSamples:
     """A decode with more tensor than DRAM is not one: runs of it may have prefills between them."""
     RUN, SURE_RUN = 3, 4
     """Equals that make a run, and that are decode wherever it was so far."""
+    OUTGROWN, OUTGROWN_SAMPLE = 0.1, 1.0
+    """By how much the logarithm of a step's DRAM traffic stands out of the decodes around it if it has a
+    prompt: of a long step, and more for one of one sample. With experts a small prompt reads more of them,
+    and its step is no brighter than a decode."""
+    SIZED_SAMPLES = 4
+    """Shorter steps tell no size."""
     EDGE_SAMPLES = 2
     """A segment of no more samples, between the two classes, may hold both."""
     APART = 0.05
@@ -133,6 +146,7 @@ class ShortSamples:
         decode = parts.x <= edge + self.WITHIN
         self._learn(parts, parts.step & now, decode)
         decode |= (run >= self.SURE_RUN) & (parts.x < middle)
+        decode[self._outgrown(parts, decode)] = False
         label = np.where(parts.usable, np.where(decode, -1, 1), 0).astype(np.int8)
         found: Labels = self._halved(parts, label)[parts.of_sample]
         return found
@@ -145,6 +159,18 @@ class ShortSamples:
         near = self.EQUAL + self.EQUAL_SAMPLE / np.sqrt(np.minimum(samples[1:], samples[:-1]))
         run = np.cumsum(np.append(True, np.abs(np.diff(x)) >= near)[: len(x)])
         found[place] = np.bincount(run)[run] if len(x) else 0
+        return found
+
+    def _outgrown(self, parts: Segments, decode: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the steps that moved more than decodes on both sides; prompts may come in pairs."""
+        place = np.flatnonzero(decode & parts.alone & (parts.samples >= self.SIZED_SAMPLES))
+        if len(place) < 5:
+            return place[:0]
+        size, samples = np.log(parts.moved_in_step[place]), parts.samples[place]
+        lesser, shorter = np.minimum(size[1:], size[:-1]), np.minimum(samples[1:], samples[:-1])
+        usual = np.maximum(lesser[:-3], lesser[3:])
+        least = self.OUTGROWN + self.OUTGROWN_SAMPLE / np.minimum(shorter[:-3], shorter[3:])
+        found: NDArray[np.int64] = place[2:-2][size[2:-2] > usual + least]
         return found
 
     def _with(self, parts: Segments, equal: NDArray[np.bool_], seen: NDArray[np.bool_]) -> Floats:

@@ -129,6 +129,18 @@ def test_a_series_beside_the_window_may_lack_a_column() -> None:
     assert label_window(Levels(), [series(rows), bare], 0, 1005 * MS, 1e12) is None
 
 
+def test_a_step_that_reads_more_than_the_decodes_around_it_has_a_prompt() -> None:
+    # With experts: a prompt of a few tokens reads twice as many of them, and is no brighter.
+    levels = Levels()
+    label(levels, steps(QUIET, 90))
+    one = label(levels, steps(QUIET, 10) + steps(QUIET, 1, samples=19) + steps(QUIET, 10))
+    assert 18 * MS < one.containing_ns < 21 * MS
+    pair = label(levels, steps(QUIET, 10) + steps(QUIET, 2, samples=19) + steps(QUIET, 10))
+    assert 37 * MS < pair.containing_ns < 42 * MS
+    more_rows = label(levels, steps(QUIET, 10) + steps(QUIET, 10, samples=19))
+    assert more_rows.containing_ns == 0
+
+
 def test_steps_are_pooled_a_noisy_sample_has_its_step_for_company() -> None:
     rng = np.random.default_rng(5)
     levels = Levels()
