@@ -17,6 +17,7 @@ from gpuidle.agent.analysis.enginewindow import EngineWindow, Made, device_peaks
 from gpuidle.agent.analysis.frames import mean_known
 from gpuidle.agent.analysis.integers import split
 from gpuidle.agent.analysis.peers import group_of, waits
+from gpuidle.agent.analysis.pipeclue import pipe_of
 from gpuidle.agent.analysis.tracks import EngineTrack, GpuTrack, Pending
 from gpuidle.agent.model import EngineReading, Evidence, GpuReading, Phase, Shares, StepSeries
 from gpuidle.agent.physics.shapes import ModelShape
@@ -74,16 +75,15 @@ def settle_cores(
 
     `seen` are the devices that it holds, `gpus` all that were read at the window's end.
     """
-    busy = mean_known([each.active_ns for each in seen.values()])
-    whole = settle_engine(engine, window, busy)
+    whole = _settled(engine, window, seen, tracks)
     if not cores:
         return with_waits(dict.fromkeys(seen, whole), [list(seen)], tracks, window)
     ranks = [core.rank for core in cores if core.rank is not None]
     placed = place(engine.reading, ranks, list(seen), gpus)
     done: dict[str, EngineWindow] = {}
     for rank, core in zip(ranks, cores, strict=True):
-        mine = [seen[hw_id].active_ns for hw_id, name in placed.items() if name == rank]
-        done[rank] = settle_engine(core, window, mean_known(mine))
+        mine = {hw_id: seen[hw_id] for hw_id, name in placed.items() if name == rank}
+        done[rank] = _settled(core, window, mine, tracks)
     whole = joined(engine.track, whole, list(done.values()))
     window_ns = window.end_ns - window.start_ns
     views = {
@@ -92,6 +92,18 @@ def settle_cores(
     }
     groups = [[hw_id for hw_id, name in placed.items() if name == rank] for rank in ranks]
     return with_waits(views, groups, tracks, window)
+
+
+def _settled(
+    made: Made, window: Pending, seen: Mapping[str, Activity], tracks: Mapping[str, GpuTrack]
+) -> EngineWindow:
+    """Settle an engine, or a core, by the mean of what its devices did."""
+    devices, place = list(seen.values()), made.reading.parallelism
+    pipe = None
+    if devices and place.pipeline == 1 and place.data == 1:  # stages take turns, cores have their own steps
+        peaks = device_peaks(tracks[next(iter(seen))].reading)
+        pipe = pipe_of(devices, peaks, window.end_ns - window.start_ns)
+    return settle_engine(made, window, mean_known([each.active_ns for each in devices]), pipe)
 
 
 def core_reading(reading: EngineReading, rank: str) -> EngineReading:

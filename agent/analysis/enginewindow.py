@@ -15,6 +15,7 @@ from gpuidle.agent.analysis.localpace import Here, near, quiet
 from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
 from gpuidle.agent.analysis.phase import Clues, shares_from_sums
+from gpuidle.agent.analysis.pipeclue import Pipe
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.steppricing import Stream, steps_of_each
 from gpuidle.agent.analysis.stepshares import StepWindow, shares_of_each
@@ -33,6 +34,9 @@ from gpuidle.agent.analysis.windowwork import (
 from gpuidle.agent.model import EngineReading, GpuReading, Shares, StepSeries
 from gpuidle.agent.physics.peaks import DevicePeaks, find_peaks
 from gpuidle.agent.physics.shapes import ModelShape
+
+TIED = 0.5
+"""`Batch.tied` of models with experts: decodes of few rows read other weights than prompts do."""
 
 
 class EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +180,7 @@ def _batch(
         usage=usage,
         bytes_moved=decode.bytes_moved,
         prompt_bytes_ratio=ratio,
+        tied=TIED if shape.experts else 1.0,
         free_tokens=INTENSITY * decode.bytes_moved / flops,
     )
 
@@ -216,24 +221,27 @@ def with_told(engines: Sequence[Made], window: Pending) -> list[Made]:
     ]
 
 
-def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineWindow:
-    """Return what the engine did; `busy_ns` is the mean over its GPUs, None without counters."""
+def settle_engine(made: Made, window: Pending, busy_ns: float | None, pipe: Pipe | None) -> EngineWindow:
+    """Return what the engine did; `busy_ns` is the mean over its GPUs, None without counters.
+
+    `pipe` is what their tensor pipes did, None where that is not known.
+    """
     track, reading, shape, _, sums, steps, priced = made
     window_ns = window.end_ns - window.start_ns
     later_ns = window.end_ns - window_ns // 3
     following = next((s for s in track.sums if s.moved and s.start_ns >= later_ns), None)
     pace_ns: float | None = None
-    pace_spread = 0.0
+    pace_spread, prompt_ratio = 0.0, 1.0
     decode: DecodeStep | None = None
     here: Here | None = None
     if sums is not None and priced is None:
-        rows = decode_rows(sums)
+        rows = decode_rows(sums, by_tokens=shape is not None)
         decode = None if shape is None else decode_step(shape, sums, reading, rows)
         batch = _batch(rows, sums, decode, shape, reading)
         if sums.moved or sums.chunk_ns:
             track.pace.learn(sums, following, busy_ns, batch)
         here = _told_here(track, sums, following, busy_ns, batch)
-        pace_ns, pace_spread = here.step_ns, here.spread
+        pace_ns, pace_spread, prompt_ratio = here.step_ns, here.spread, batch.prompt_bytes_ratio
         track.pace_ns = track.pace_ns if pace_ns is None else pace_ns
         track.prompt_token_ns = track.prompt_token_ns if here.token_ns is None else here.token_ns
     throughout = sums is not None and _throughout(track, sums, window)
@@ -253,6 +261,7 @@ def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineW
         pace_spread=pace_spread,
         prompt_token_steps=None if here is None else here.token_steps,
         prompt_token_spread=0.0 if here is None else here.token_spread,
+        prompt_ratio=prompt_ratio,
         max_batched_tokens=reading.limits.max_batched_tokens,
         prompt_token_ns=track.prompt_token_ns,
         following=following,
@@ -262,6 +271,9 @@ def settle_engine(made: Made, window: Pending, busy_ns: float | None) -> EngineW
         _count(track, steps)
     else:
         shares = shares_from_sums(sums, clues)
+        if sums is not None and decode is not None and pipe is not None and not sums.draft_tokens:
+            clues = track.pipe.with_pipe(clues, shares, sums, pipe, decode.pipe_s(pipe.peaks))
+            shares = shares_from_sums(sums, clues)
     work: WindowWork | None = None
     if priced is not None:
         work = summed(priced, reading.parallelism.tensor)

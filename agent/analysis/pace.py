@@ -62,6 +62,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     free_tokens: float = 256.0
     """Prompt tokens that such a step is expected to take along for nothing."""
 
+    tied: float = 1.0
+    """How far what a step takes along is believed to be of a decode-only step's time, if it has more prompt
+    tokens than that. At 0 its time is that of its tokens alone."""
+
     def terms(self) -> NDArray[np.float64]:
         """Return what the step's time is linear in."""
         if self.bytes_moved is not None:
@@ -140,9 +144,12 @@ class DecodePace:
             return
         free = batch.free_tokens if self._free_tokens is None else self._free_tokens
         sizes, more = prompt_sizes(sums), batch.prompt_bytes_ratio
-        alike = steps + (more - 1) * min(steps, sum(count for _, count in sizes))
-        features = np.concatenate(([busy_ns / 1e9], -batch.terms() * alike))
-        value = beyond(sizes, free * more) / 1000.0
+        large = [(tokens, count) for tokens, count in sizes if tokens > free * more]
+        full = sum(count for _, count in large)
+        others = sum(count for _, count in sizes) - full
+        alike = steps - (1 - batch.tied) * full + (more - 1) * min(steps, others + batch.tied * full)
+        features = np.concatenate(([busy_ns / 1e9], -batch.terms() * max(0.0, alike)))
+        value = beyond(tuple(large), batch.tied * free * more) / 1000.0
         spread = (EDGE_SPREAD * free) ** 2 + edge_tokens(sums)
         spread += 0.0 if following is None else edge_tokens(following)
         weight = 1e6 / spread

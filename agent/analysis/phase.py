@@ -40,6 +40,10 @@ class Clues(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a prompt token beside decodes, in decode-only steps."""
     prompt_token_spread: float = 0.0
     """Its relative standard error."""
+    prompt_ratio: float = 1.0
+    """Time of a step with a small prompt to that of a decode-only step: it reads more experts."""
+    more_decodes_ns: float = 0.0
+    """Of decodes, beyond what counted steps say: what a counter tells (negative: they were shorter)."""
     following: Sums | None = None
     """The next window in which tokens moved: a step that ends there may have begun here."""
 
@@ -154,6 +158,8 @@ def _prompts(sums: Sums, clues: Clues) -> Shares:
     low, estimate, high = _prefill_time(sums, clues, busy)
     if estimate is None:
         return _settle(window_ns, {"idle": window_ns - busy, "unknown": busy}, (low, high), "unknown")
+    estimate = min(busy, max(0.0, estimate - clues.more_decodes_ns))
+    low, high = min(low, estimate), max(high, estimate)
     wanted = {kind: estimate, "decode": busy - estimate, "idle": window_ns - busy}
     return _settle(window_ns, wanted, (low, high), "estimated")
 

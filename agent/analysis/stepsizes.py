@@ -45,6 +45,20 @@ def most_rows(sums: Sums) -> float | None:
     return float(rows)
 
 
+def _buckets(sums: Sums) -> list[tuple[int, int, int]]:
+    """Return the steps by their tokens: those of more than, of at most, and their number."""
+    told = sums.steps_by_tokens
+    if not told or sums.counted_steps is None:
+        return []
+    limits = [0, *(tokens for tokens, _ in told), math.ceil(BEYOND * told[-1][0])]
+    counts = [0, *(count for _, count in told), sums.counted_steps]
+    return [
+        (lo, hi, count - before)
+        for lo, hi, before, count in zip(limits, limits[1:], counts, counts[1:], strict=False)
+        if count > before
+    ]
+
+
 def ended_prompts(sums: Sums, room: float | None) -> Ended | None:
     """Return the steps that ended a prompt; None where the histogram does not tell.
 
@@ -56,13 +70,7 @@ def ended_prompts(sums: Sums, room: float | None) -> Ended | None:
         return None
     if not firsts:
         return Ended(sizes=(), perhaps=0.0, chunks=0.0, first=0.0)
-    limits = [0, *(tokens for tokens, _ in told), math.ceil(BEYOND * told[-1][0])]
-    counts = [0, *(count for _, count in told), steps]
-    buckets = [
-        (lo, hi, count - before)
-        for lo, hi, before, count in zip(limits, limits[1:], counts, counts[1:], strict=False)
-        if count > before
-    ]
+    buckets = _buckets(sums)
     sure = [bucket for bucket in buckets if bucket[0] >= most]
     count = sum(n for _, _, n in sure)
     least = max((value for value in sums.running if value is not None), default=0)
@@ -119,15 +127,44 @@ def prompt_sizes(sums: Sums) -> Sizes:
     return ((tokens / steps, steps),) if tokens and steps else ((float(tokens), 1.0),) if tokens else ()
 
 
-def decode_rows(sums: Sums) -> float:
-    """Return the mean sequences of a step of decodes: by its tokens, where no drafts were accepted."""
+def decode_rows(sums: Sums, *, by_tokens: bool = False) -> float:
+    """Return the mean sequences of a step of decodes, by its tokens where no drafts were accepted.
+
+    Steps with prompts have about as many (`by_tokens`). Without, those of the gauges are taken, as far as the
+    tokens allow: enough for a pace that is fitted to rows.
+    """
     known = [value for value in sums.running if value is not None]
     running = sum(known) / len(known) if known else 1.0
     steps, tokens = sums.counted_steps, sums.decode_tokens
     if not steps or not tokens or sums.accepted_tokens:
         return max(1.0, running)
+    if by_tokens:
+        return max(1.0, tokens / steps)
     only = steps - sum(count for _, count in sums.prompt_steps or ())
     return max(1.0, min(max(running, tokens / steps), tokens / max(1.0, only)))
+
+
+def decode_sizes(sums: Sums, rows: float) -> Sizes:
+    """Return the shares of the steps of decodes by their rows, of which the mean is `rows`.
+
+    Within a bucket of the engine's histogram they are taken to be spread as evenly as its mean allows.
+    Without a histogram all are alike.
+    """
+    most = most_rows(sums)
+    buckets = [] if most is None else [each for each in _buckets(sums) if each[0] < max(1.0, most)]
+    count = sum(n for _, _, n in buckets)
+    if not count:
+        return ((rows, 1.0),)
+    wide = sum((hi - lo - 1) * n for lo, hi, n in buckets)
+    place = (rows * count - sum((lo + 1) * n for lo, _, n in buckets)) / wide if wide else 0.0
+    place = min(1.0, max(0.0, place))
+    found: list[tuple[float, float]] = []
+    for lo, hi, n in buckets:
+        middle, half = lo + 1 + place * (hi - lo - 1), min(place, 1 - place) * (hi - lo - 1)
+        found += (
+            [(middle - half, n / 6), (middle, 2 * n / 3), (middle + half, n / 6)] if half else [(middle, n)]
+        )
+    return tuple((size, n / count) for size, n in found)
 
 
 def beyond(sizes: Sizes, free_tokens: float) -> float:

@@ -12,6 +12,7 @@ from gpuidle.agent.analysis.lag import LagTrack
 from gpuidle.agent.analysis.links import LinkFit
 from gpuidle.agent.analysis.localpace import LocalPace
 from gpuidle.agent.analysis.pace import DecodePace
+from gpuidle.agent.analysis.pipeclue import PipeClue
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
 from gpuidle.agent.analysis.reclaim import Known
 from gpuidle.agent.analysis.referee import Claims
@@ -117,6 +118,7 @@ class EngineTrack(msgspec.Struct):
     """By core, where the engine is data-parallel: each is settled as an engine of its own."""
     pace: DecodePace = msgspec.field(default_factory=DecodePace)
     local: LocalPace = msgspec.field(default_factory=LocalPace)
+    pipe: PipeClue = msgspec.field(default_factory=PipeClue)
     pace_ns: float | None = None
     """Time of a decode-only step in the last settled window that told it."""
     gap: HostGap = msgspec.field(default_factory=HostGap)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from gpuidle.agent.analysis.collectives import collectives_ns
 from gpuidle.agent.analysis.rates import PromptSizes, Sums
+from gpuidle.agent.analysis.stepsizes import decode_sizes
 from gpuidle.agent.model import EngineReading
 from gpuidle.agent.physics.peaks import DevicePeaks, NoPeak
 from gpuidle.agent.physics.shapes import ModelShape
@@ -115,6 +117,9 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading, rows: flo
     context = (reading.limits.kv_capacity_tokens or 0) * mean_of(sums.kv_usage_ratio)
     context *= min(2.0, rows / max(1.0, mean_of(sums.running)))
     filled = math.ceil(running / TILE_ROWS) * TILE_ROWS
+    # Few rows choose few experts, so that steps of different rows are not averaged.
+    sizes = decode_sizes(sums, rows) if shape.experts else ((rows, 1.0),)
+    shares = np.array([share for _, share in sizes])
     moved, padded = (
         one(
             tokens=tokens,
@@ -122,10 +127,10 @@ def decode_step(shape: ModelShape, sums: Sums, reading: EngineReading, rows: flo
             attention_pairs=context + running,
             kv_read_tokens=context,
         )
-        for tokens in (running, filled)
+        for tokens in (np.array([max(1.0, size / sums.cores) for size, _ in sizes]), filled)
     )
     return DecodeStep(
-        bytes_moved=float(moved.total_bytes),
+        bytes_moved=float(np.asarray(moved.total_bytes) @ shares),
         padded_flops={dtype: float(flops) for dtype, flops in padded.flops.items()},
         rows=filled,
         padding_ratio=1 - running / filled,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from tests.agent.analysis.test_phase import sums
 
 from gpuidle.agent.analysis.prompts import give_back, prefill_steps
 from gpuidle.agent.analysis.rates import sums_between
-from gpuidle.agent.analysis.stepsizes import beyond, decode_rows, ended_prompts, most_rows
+from gpuidle.agent.analysis.stepsizes import beyond, decode_rows, decode_sizes, ended_prompts, most_rows
 
 LIMITS = (1, *(2**power for power in range(3, 15)))
 T = 10**9
@@ -113,6 +114,20 @@ def test_rows_of_decodes_are_told_by_tokens() -> None:
     # The gauge at the edges says one, the tokens say five.
     assert decode_rows(sums(generated_tokens=500, counted_steps=100, running=(1, 1))) == 5
     assert decode_rows(sums(running=(0, 0))) == 1
+    # Prompts that ended late run at its end, but had no rows for most of the window.
+    late = msgspec.structs.replace(window(4, 70, (400, 900)), running=(4, 12), prompt_steps=((650.0, 2.0),))
+    assert decode_rows(late) > 4
+    assert decode_rows(late, by_tokens=True) == pytest.approx(4)
+
+
+def test_steps_of_decodes_by_their_rows() -> None:
+    assert decode_sizes(sums(running=(3, 3)), 3.0) == ((3.0, 1.0),)
+    found = decode_sizes(window(5, 70, (1000,)), 5.0)
+    assert sum(share for _, share in found) == pytest.approx(1)
+    assert sum(rows * share for rows, share in found) == pytest.approx(5)
+    # All of them have 2 to 8 rows, as the histogram says.
+    assert min(rows for rows, _ in found) == 2
+    assert max(rows for rows, _ in found) == 8
 
 
 def test_tokens_beyond_what_a_step_takes_along() -> None:
