@@ -1,6 +1,7 @@
 """Prefill-containing shares of 1 s windows from token sums, under Azure's traces, against simulated steps.
 
-The engine is asked once a second (the default) or ten times; the busy time comes from GPM windows of 100 ms.
+The engine is asked once a second (the default) or ten times; the busy time and the
+tensor pipe's come from GPM windows of 100 ms.
 """
 
 from __future__ import annotations
