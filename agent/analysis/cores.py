@@ -100,7 +100,8 @@ def _settled(
     """Settle an engine, or a core, by the mean of what its devices did."""
     devices, place = list(seen.values()), made.reading.parallelism
     pipe = None
-    if devices and place.pipeline == 1 and place.data == 1:  # stages take turns, cores have their own steps
+    # Stages take turns, and cores have steps of their own.
+    if made.steps is None and devices and place.pipeline == place.data == 1:
         peaks = device_peaks(tracks[next(iter(seen))].reading)
         pipe = pipe_of(devices, peaks, window.end_ns - window.start_ns)
     return settle_engine(made, window, mean_known([each.active_ns for each in devices]), pipe)
