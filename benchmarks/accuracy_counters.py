@@ -223,7 +223,7 @@ def _over_bar(error: tuple[float, float]) -> float:
     return float(np.nan_to_num(min(error[0] / 0.10, error[1] / 0.005), nan=np.inf))
 
 
-def report(seconds: int = 40, starts_s: tuple[int, ...] = (80, 2480, 2780, 3080, 3240)) -> None:
+def report(seconds: int = 35, starts_s: tuple[int, ...] = (80, 380, 1730, 2480, 3240)) -> None:
     scores: dict[float, list[Score]] = {hz: [] for hz in RATES_HZ}
     errors: dict[float, list[tuple[float, float]]] = {hz: [] for hz in RATES_HZ}
     for start_s in starts_s:
