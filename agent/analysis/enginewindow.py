@@ -190,17 +190,17 @@ def _told_here(
 ) -> Here:
     """Return what is known of a window's steps, corrected by the windows without prompts around it.
 
-    Those after it are asked where no counter has to tell how long they were busy.
+    Not where a counter measures the busy time: what else the host does is not in it.
     """
-    known, measured = track.pace.told(batch), busy_ns is not None
-    spent_ns = float(sums.window_ns) if busy_ns is None else busy_ns
+    known = track.pace.told(batch)
+    if busy_ns is not None:
+        return Here(known.step_ns, known.spread, known.token_ns)
     if quiet(sums, following):
-        track.local.learn(near(sums, spent_ns, known.step_ns))
-    later = [] if measured else [each for each in track.sums if each.start_ns >= sums.end_ns]
-    ahead = [near(each, float(each.window_ns), None) for each, then in pairwise(later) if quiet(each, then)]
-    here = track.local.told(known, batch.rows, sums.end_ns, measured=measured, ahead=ahead)
-    if measured or sums.always_running:
-        track.local.learn_prompts(sums, spent_ns, here)
+        track.local.learn(near(sums, known.step_ns))
+    later = [each for each in track.sums if each.start_ns >= sums.end_ns]
+    ahead = [near(each, None) for each, then in pairwise(later) if quiet(each, then)]
+    here = track.local.told(known, batch.rows, sums.end_ns, ahead)
+    track.local.learn_prompts(sums, here)
     return here
 
 

@@ -2,7 +2,8 @@
 
 What `pace` learns holds for minutes, and by the batch. On a host that others use as well, steps get slower
 and faster within seconds. How far the pace strays, and how alike it is in windows near each other, is
-learned; where it does not stray, what is known stays as it is.
+learned; where it does not stray, what is known stays as it is. It is for engines whose busy time no counter
+measures: theirs is all the time while requests run.
 
 Where it does, a window with prompts is better read by itself: with prompt tokens that take k decode-only
 steps each, S steps with P prompt tokens last as long as S + k P decode-only ones, whatever the pace.
@@ -62,9 +63,9 @@ class Near(msgspec.Struct, frozen=True):
         return math.log(self.busy_ns / self.steps / self.told_ns)
 
 
-def near(sums: Sums, busy_ns: float, told_ns: float | None) -> Near:
+def near(sums: Sums, told_ns: float | None) -> Near:
     """Return a quiet window as what others are compared with."""
-    return Near(sums.end_ns, sums.counted_steps or 0, busy_ns, decode_rows(sums), told_ns)
+    return Near(sums.end_ns, sums.counted_steps or 0, float(sums.window_ns), decode_rows(sums), told_ns)
 
 
 def quiet(sums: Sums, following: Sums | None) -> bool:
@@ -96,7 +97,7 @@ class LocalPace:
 
     def __init__(self) -> None:
         self._past: deque[Near] = deque()
-        self._pairs, self._alike = USUAL_PAIRS, 0.0
+        self._pairs, self._alike = USUAL_PAIRS, USUAL_PAIRS * USUAL_DRIFT**2
         self._windows, self._unlike = USUAL_WINDOWS, USUAL_WINDOWS * USUAL_STRAY**2
         self._prompts = self._tokens = self._product = self._power = 0.0
 
@@ -120,12 +121,12 @@ class LocalPace:
             self._unlike = self._unlike * fade + min(MOST_SQUARE, off**2) - noise
         self._past.append(window)
 
-    def learn_prompts(self, sums: Sums, busy_ns: float, here: Here) -> None:
+    def learn_prompts(self, sums: Sums, here: Here) -> None:
         """Take a window with prompts: by how many decode-only steps its prompt tokens made it longer."""
         steps, tokens = sums.counted_steps, sums.prefill_tokens
-        if not steps or not tokens or here.step_ns is None or sums.reset:
+        if not steps or not tokens or here.step_ns is None or sums.reset or not sums.always_running:
             return
-        longer = busy_ns / here.step_ns - steps
+        longer = sums.window_ns / here.step_ns - steps
         weight = 1 / (EDGE_STEPS**2 + (steps * here.spread) ** 2)
         fade = math.exp(-1 / MEMORY)
         self._prompts = self._prompts * fade + 1
@@ -133,23 +134,19 @@ class LocalPace:
         self._product = self._product * fade + weight * tokens * longer
         self._power = self._power * fade + weight * longer**2
 
-    def told(
-        self, known: Told, rows: float, end_ns: int, *, measured: bool, ahead: Iterable[Near] = ()
-    ) -> Here:
+    def told(self, known: Told, rows: float, end_ns: int, ahead: Iterable[Near] = ()) -> Here:
         """Return what is known, corrected for a window of `rows` that ends at `end_ns`.
 
-        `ahead` are the quiet windows after it, `measured` tells whether a counter measures the busy time.
-        Where none does, what else the host did is in it, and some drift is taken for usual.
+        `ahead` are the quiet windows after it.
         """
-        usual = 0.0 if measured else USUAL_PAIRS * USUAL_DRIFT**2
-        drift = max(0.0, self._alike + usual) / self._pairs
+        drift = max(0.0, self._alike) / self._pairs
         step_ns, far = known.step_ns, known.spread**2 + drift
         around = _mean([n for n in (*self._past, *ahead) if abs(n.end_ns - end_ns) <= REACH_NS], rows)
         if around is not None:
             near_ns, noise = around[0], around[1] + max(0.0, self._unlike) / self._windows
             if step_ns is None:
                 step_ns, far = near_ns, noise
-            elif far:
+            else:
                 step_ns *= (near_ns / step_ns) ** (far / (far + noise))
                 far *= noise / (far + noise)
         if drift < LEAST_DRIFT**2 or self._prompts < ENOUGH_PROMPTS or self._product <= 0:
