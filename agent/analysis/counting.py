@@ -48,7 +48,11 @@ def _count(
     track.cadence_ns = sums.window_ns
     _add_tokens(track, sums)
     given, prompt_ns = give_back(
-        [*track.sums, sums], reading.limits.max_batched_tokens, track.pace_ns, track.prompt_token_ns
+        [*track.sums, sums],
+        reading.limits.max_batched_tokens,
+        track.pace_ns,
+        track.prompt_token_ns,
+        measured=before is not None and bool(before.gpus),
     )
     track.sums = deque(given)
     if prompt_ns is not None:

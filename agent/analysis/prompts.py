@@ -32,13 +32,16 @@ def give_back(
     max_batched_tokens: int | None,
     pace_ns: float | None = None,
     prompt_token_ns: float | None = None,
+    *,
+    measured: bool = False,
 ) -> tuple[list[Sums], float | None]:
     """Give the chunks of the prompts that ended in the last window back to the windows before it.
 
     With decodes beside it each chunk is a counted step, so the chunks are as many steps back. Without, the
     windows in which no token moved while a request was running were chunks; then the time of a prompt token
     follows, and is the second value (ns). Sums over all windows stay as they are. `pace_ns` and
-    `prompt_token_ns` are what is known so far of a decode-only step's time and of a prompt token's.
+    `prompt_token_ns` are what is known so far of a decode-only step's time and of a prompt token's. Where a
+    counter is `measured`, chunks beside decodes go no further back than to a window without a counted step.
     """
     moved = list(windows)
     last = moved[-1] if moved else None
@@ -65,7 +68,7 @@ def give_back(
     if not moved[-2].counted_steps and not beside:
         return _by_first_token_time(moved, pace_ns), None
     if ended is not None:
-        return _give_to_steps(moved, ended, room, pace_ns, prompt_token_ns), None
+        return _give_to_steps(moved, ended, room, pace_ns, prompt_token_ns, measured=measured), None
     if chunks < 2:
         return moved, None
     left = chunks - min(float(chunks), _chunks_here(last, room, pace_ns, prompt_token_ns))
@@ -90,7 +93,13 @@ def _through(window: Sums) -> Sums:
 
 
 def _give_to_steps(
-    windows: list[Sums], ended: Ended, room: float, pace_ns: float | None, prompt_token_ns: float | None
+    windows: list[Sums],
+    ended: Ended,
+    room: float,
+    pace_ns: float | None,
+    prompt_token_ns: float | None,
+    *,
+    measured: bool,
 ) -> list[Sums]:
     """Place the chunks of prompts that were larger than a step: they are the steps just before its last one.
 
@@ -121,7 +130,7 @@ def _give_to_steps(
         if left <= 0 or window.reset or window.prefill_tokens is None:
             break
         if not window.counted_steps:
-            if not window.always_running:
+            if measured or not window.always_running:
                 break
             windows[i] = _through(window)
             continue
