@@ -28,7 +28,7 @@ from gpuidle.exporters.terminal.live import TerminalExporter
 from gpuidle.exporters.terminal.options import ScreenOptions
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 OPTIONS = ScreenOptions(timezone=timezone.utc)
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
