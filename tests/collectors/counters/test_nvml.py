@@ -15,8 +15,8 @@ from gpuidle.agent.model import GpuProcess, GpuReading, Problem, Reading
 from gpuidle.collectors.counters.nvml import PID_LIMIT, read_pid_max
 
 PID_MAX = read_pid_max(Path("/proc"))
-OF_SOME = {"parent_hw_id", "instance_id", "error_counts"}
-"""Fields that a whole GPU without events does not have."""
+OF_SOME = {"parent_hw_id", "instance_id", "error_counts", "copy_bytes_per_s"}
+"""Fields that a whole GPU without events or a calibration does not have."""
 UUID_0, UUID_1 = (f"GPU-00000000-0000-4000-8000-{index:012x}" for index in (0, 1))
 
 

@@ -236,14 +236,14 @@ from gpuidle.exporters.terminal.options import ScreenOptions
 from tests.exporters.terminal import frames as made
 
 exporter = TerminalExporter(ScreenOptions(), lambda: None, keyboard=0)
-exporter.start()
-exporter.publish(made.frame(2, 1))
 """
 CLOSES = (
     CHILD
     + """
-try:
-    threading.Event().wait(60)
+try:  # from before the screen shows anything: an interrupt may come as soon as it does
+    exporter.start()
+    exporter.publish(made.frame(2, 1))
+    threading.Event().wait(600)
 except KeyboardInterrupt:
     pass
 finally:
@@ -253,6 +253,8 @@ finally:
 DIES = (
     CHILD
     + """
+exporter.start()
+exporter.publish(made.frame(2, 1))
 sys.stdin.readline()
 raise RuntimeError("nobody closed the screen")
 """
