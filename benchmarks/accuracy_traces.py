@@ -70,8 +70,8 @@ def score(scenarios: list[Scenario], hz: int) -> Score:
 
 
 SCORED_S = (60, 900, 1200, 1800, 2100, 2400, 3300)
-"""Begins of the cuts that are scored. Constants were fixed on those at 300, 600 and 1500 s, one choice with 2600
-and 3000 as well; 900 and 2100 were looked at in between, the others by nobody."""
+"""Begins of the cuts that are scored. Constants were fixed on those at 300, 600 and 1500 s, one choice with
+2600 and 3000 as well; 900 and 2100 were looked at in between, the others by nobody."""
 
 
 def report(seconds: int = 120) -> None:
