@@ -235,6 +235,7 @@ from gpuidle.exporters.terminal.live import TerminalExporter
 from gpuidle.exporters.terminal.options import ScreenOptions
 from tests.exporters.terminal import frames as made
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 exporter = TerminalExporter(ScreenOptions(), lambda: None, keyboard=0)
 """
 CLOSES = (
