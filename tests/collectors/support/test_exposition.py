@@ -16,7 +16,8 @@ DATA = Path(__file__).parents[2] / "data" / "vllm"
 PAGES = sorted(DATA.glob("metrics_*.txt"))
 
 names = st.from_regex(r"[a-zA-Z_:][a-zA-Z0-9_:]{0,12}", fullmatch=True)
-label_names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,8}", fullmatch=True)
+# What begins with two underscores is Prometheus' own, and refused by the client.
+label_names = st.from_regex(r"_?[a-zA-Z][a-zA-Z0-9_]{0,8}|_", fullmatch=True)
 label_values = st.text(st.characters(codec="utf-8", exclude_characters="\r\x85\u2028\u2029"), max_size=12)
 numbers = st.one_of(
     st.floats(allow_nan=True, allow_infinity=True).map(repr),
