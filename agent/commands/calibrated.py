@@ -14,12 +14,19 @@ from gpuidle.agent.ports import Collector
 
 
 def calibration_folder() -> Path:
-    """Return where calibrations are kept, one file a device: the service's state folder, else the user's."""
+    """Return where calibrations are kept, one file a device: the service's state folder, else the user's.
+
+    A user without a home (any number in a container) has the folder that the service has by default.
+    """
     service = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
     if service:
         return Path(service) / "calibration"
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "gpuidle" / "calibration"
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        base = Path(state) if state else Path.home() / ".local" / "state"
+    except RuntimeError:
+        base = Path("/var/lib")
+    return base / "gpuidle" / "calibration"
 
 
 class Calibrated:

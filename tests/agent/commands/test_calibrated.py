@@ -83,3 +83,14 @@ def test_a_service_keeps_them_in_its_own_folder(monkeypatch: pytest.MonkeyPatch,
     assert calibration_folder() == tmp_path / "gpuidle" / "calibration"
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/gpuidle:/var/lib/other")
     assert calibration_folder() == Path("/var/lib/gpuidle/calibration")
+
+
+def test_a_user_without_a_home_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STATE_DIRECTORY", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(_uid: int) -> None:
+        raise KeyError(_uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert calibration_folder() == Path("/var/lib/gpuidle/calibration")
