@@ -305,6 +305,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     quantization: str | None = None
     speculative: bool | None = None
+    async_scheduling: bool | None = None
+    """Whether the host prepares a step while the one before runs; False: it does so between them."""
 
 
 class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,6 +328,8 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that got their first token: a prefill made it."""
     time_to_first_token_s: float | None = None
     """Sum over those requests."""
+    inter_token_latency_s: float | None = None
+    """Sum of the times between the tokens of a request, or between what its steps gave, over all of them."""
     counted_steps: int | None = None
     """Steps that the engine counted: those with output only."""
     steps_by_tokens: tuple[tuple[int, int], ...] | None = None

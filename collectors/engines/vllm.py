@@ -25,6 +25,7 @@ from gpuidle.collectors.engines.rule import (
 from gpuidle.collectors.engines.vllm_page import (
     ALL,
     FAST,
+    QUICK,
     SLEEP,
     SLOW,
     page_limits,
@@ -143,6 +144,7 @@ def settings(argv: Sequence[str], read_text: ReadText) -> Settings:
             kv_dtype=flags.text("kv-cache-dtype") or "auto",
             quantization=quantization,
             speculative=speculative,
+            async_scheduling=_async_scheduling(flags),
         ),
         role=_role(flags.text("kv-transfer-config")),
         blind=_blind(kind, flags),
@@ -158,14 +160,45 @@ def _with_config_file(flags: Flags, read_text: ReadText) -> Flags:
     return Flags({**parse_simple_yaml(text), **flags.options}, flags.positionals)
 
 
+_DRAFTED_ON_THE_HOST = ("ngram", "suffix", "medusa", "mlp_speculator")
+"""Speculation that all versions schedule synchronously."""
+
+
+def _async_scheduling(flags: Flags) -> bool | None:
+    """Return what the flags say; None: it is up to the version (`_overlaps`)."""
+    told = flags.switch("async-scheduling")
+    if told is not None:
+        return told
+    drafts = flags.text("speculative-config")  # JSON, or the method where it is given as a nested option
+    alone = {drafts, _json_member(drafts, "method")} & set(_DRAFTED_ON_THE_HOST)
+    return False if alone else None
+
+
+def _overlaps(version: str | None) -> bool | None:
+    """Return False for versions that schedule synchronously where no flag says otherwise; None: not known.
+
+    Since 0.14 they schedule ahead, unless something stands against it that flags do not show; builds for CPUs
+    ("+cpu") never do.
+    """
+    numbers = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", version or "")
+    if version is None or numbers is None:
+        return None
+    before = (int(numbers[1]), int(numbers[2])) < (0, 14)
+    return False if before or version.endswith("+cpu") else None
+
+
 def _role(transfer: str | None) -> Role:
     """Return the role of a server in a disaggregated pair; "kv_both" and anything unknown is unified."""
-    try:
-        told = json.loads(transfer or "{}")
-    except (ValueError, RecursionError):
-        return "unified"
-    kv_role = told.get("kv_role") if isinstance(told, dict) else None
+    kv_role = _json_member(transfer, "kv_role")
     return "prefill" if kv_role == "kv_producer" else "decode" if kv_role == "kv_consumer" else "unified"
+
+
+def _json_member(text: str | None, key: str) -> str | None:
+    try:
+        told = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return _member(told, key)
 
 
 def _blind(kind: str, flags: Flags) -> Problem | None:
@@ -211,6 +244,8 @@ def _remarks(flags: Flags) -> tuple[Problem, ...]:
 
 _SERIES_LIMIT = 5000
 _SLOW_PERIOD_NS = 10_000_000_000
+_QUICK_PERIOD_NS = 500_000_000
+"""Who asks more often than that wants short windows, and bears what they cost."""
 _PAGE_BYTES = 4 * 1024 * 1024
 _JSON_BYTES = 256 * 1024
 
@@ -223,11 +258,14 @@ class VllmAdapter:
         self._front_ends = told.front_ends
         self._whole_pages = False
         self._next_slow_ns: int | None = None
+        self._asked_ns: int | None = None
         self._asleep: bool | None = None
+        self._told_scheduling = told.limits.async_scheduling
+        self._version: str | None = None
 
     def identify(self) -> Identity:
         """Ask /version and /v1/models; what is missing or needs a key is a Problem."""
-        version = _member(self._json("/version"), "version")
+        version = self._version = _member(self._json("/version"), "version")
         problems: list[Problem] = []
         served = root = None
         try:
@@ -249,8 +287,10 @@ class VllmAdapter:
             return None
         if slow:
             self._next_slow_ns = now_ns + _SLOW_PERIOD_NS
+        quick = self._asked_ns is not None and now_ns - self._asked_ns < _QUICK_PERIOD_NS
+        self._asked_ns = now_ns
         if not self._whole_pages:
-            answer, page = self._filtered(slow=slow)
+            answer, page = self._filtered(slow=slow, quick=quick)
             if page.others == 0 and page.samples:
                 return self._result(answer, page)
             self._whole_pages = True
@@ -261,8 +301,9 @@ class VllmAdapter:
         answer = self._client.get("/metrics", max_bytes=_PAGE_BYTES)
         return self._result(answer, _parse(answer.text, ALL))
 
-    def _filtered(self, *, slow: bool) -> tuple[Answer, Page]:
+    def _filtered(self, *, slow: bool, quick: bool) -> tuple[Answer, Page]:
         names = (*FAST, *SLOW) if slow else (*FAST, SLEEP) if self._asleep else FAST
+        names = (*names, *QUICK) if quick else names
         try:
             answer = self._client.get("/metrics/?" + "&".join(f"name[]={name}" for name in names))
         except HttpError as error:
@@ -280,6 +321,9 @@ class VllmAdapter:
             self._asleep = all(sleep)
         if self._whole_pages:
             problems = (*problems, _FILTER_REFUSED)
+        limits = page_limits(page)
+        if self._told_scheduling is None:
+            limits["async_scheduling"] = _overlaps(self._version)
         reliable = self._front_ends == 1 or (self._front_ends is None and not self._whole_pages)
         return Scrape(
             read_ns=answer.read_ns,
@@ -288,7 +332,7 @@ class VllmAdapter:
             served_model=_served_model(page),
             asleep=self._asleep,
             steps_reliable=reliable,
-            limits=page_limits(page),
+            limits=limits,
             problems=problems,
         )
 

@@ -18,6 +18,7 @@ class Sequence:
         "furthest",
         "gained",
         "grown",
+        "last_ns",
         "outputs",
         "preempted",
         "prompt",
@@ -45,6 +46,8 @@ class Sequence:
         self.room = 0
         """Tokens that fit the blocks."""
         self.preempted = False
+        self.last_ns = 0
+        """When its last token was handed out."""
         self.drafts = 0
         """Rows that the next step verifies beside the last token."""
         self.grown = self.gained = 0
@@ -112,6 +115,8 @@ class VllmCounters(msgspec.Struct):
     generated_tokens: int = 0
     first_tokens: int = 0
     time_to_first_token_ns: int = 0
+    inter_token_ns: int = 0
+    """From one step that gave a sequence tokens to the next, over all sequences."""
     counted_steps: int = 0
     """Steps that gave a token: one that only computes a chunk is not counted."""
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * len(STEP_TOKENS))

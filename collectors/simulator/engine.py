@@ -342,6 +342,9 @@ class Engine:
                 counters.computed_prompt_tokens += computed
                 told += computed
                 counters.time_to_first_token_ns += step.end_ns - request.arrival_ns
+            else:
+                counters.inter_token_ns += step.end_ns - sequence.last_ns
+            sequence.last_ns = step.end_ns
             sequence.outputs += sequence.gained
             sequence.target += sequence.gained
             sequence.drafts = drafts

@@ -123,6 +123,7 @@ class Served:
                 kv_capacity_tokens=spec.kv_capacity_tokens,
                 dtype=str(spec.config.get("torch_dtype", "auto")),
                 speculative=spec.speculation is not None,
+                async_scheduling=spec.async_scheduling,
             ),
             counters=(self._counters(now_ns),) if counters and serving else None,
         )
@@ -138,6 +139,7 @@ class Served:
             generated_tokens=told.generated_tokens,
             first_tokens=told.first_tokens,
             time_to_first_token_s=told.time_to_first_token_ns / SECOND_NS,
+            inter_token_latency_s=told.inter_token_ns / SECOND_NS,
             counted_steps=told.counted_steps,
             steps_by_tokens=tuple(zip(STEP_TOKENS, accumulate(told.steps_by_tokens), strict=True)),
             requests_running=told.requests_running,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.doubles.http_server import FakeVllm
 
-from gpuidle.agent.model import Parallelism
+from gpuidle.agent.model import EngineLimits, Parallelism
 from gpuidle.collectors.engines.rule import Settings
 from gpuidle.collectors.engines.vllm import KIND, VllmAdapter, is_root, settings
-from gpuidle.collectors.engines.vllm_page import FAST, SLOW
+from gpuidle.collectors.engines.vllm_page import FAST, QUICK, SLOW
 from gpuidle.collectors.support.http import HttpClient, HttpError
 
 DATA = Path(__file__).parents[2] / "data" / "vllm"
@@ -114,6 +114,52 @@ def test_what_is_not_said_is_the_documented_default_or_unknown() -> None:
     assert got.limits.speculative is False
 
 
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ("", None),
+        ("--async-scheduling", True),
+        ("--no-async-scheduling", False),
+        ("--speculative-config.method ngram", False),
+        ('--speculative-config {"method":"ngram","num_speculative_tokens":3}', False),
+        ('--speculative-config {"method":"eagle"}', None),
+        ("--speculative-config {", None),
+        ('--async-scheduling --speculative-config {"method":"ngram"}', True),
+    ],
+)
+def test_whether_steps_are_scheduled_ahead(options: str, ahead: bool | None) -> None:
+    assert told("m", *options.split()).limits.async_scheduling is ahead
+
+
+@pytest.mark.parametrize(
+    ("version", "told_by_flags", "ahead"),
+    [
+        ("0.13.0", None, False),
+        ("0.9.2.dev1", None, False),
+        ("0.14.0rc1", None, None),
+        ("1.0.0", None, None),
+        ("0.32.0+cpu", None, False),
+        ("0.13.0", True, True),
+        ("dev", None, None),
+    ],
+)
+def test_older_versions_schedule_between_steps(
+    version: str,
+    told_by_flags: bool | None,
+    ahead: bool | None,
+) -> None:
+    fake = FakeVllm(page("0"), version=version)
+    limits = EngineLimits(async_scheduling=told_by_flags)
+    with fake.serving() as url:
+        client = HttpClient(url, timeout_s=10)
+        adapter = VllmAdapter(client, Settings(limits=limits))
+        adapter.identify()
+        scrape = adapter.scrape(0)
+        client.close()
+    assert scrape is not None
+    assert scrape.limits.get("async_scheduling", told_by_flags) is ahead
+
+
 def test_flags_may_stand_in_a_file_and_the_command_line_wins() -> None:
     text = "model: org/from-file\nport: 9000\ntensor_parallel_size: 4 # all\nnested:\n  port: 1\n"
     text += "list: [a]\n- x\n"
@@ -195,7 +241,20 @@ def test_a_few_names_each_second_and_the_others_every_ten() -> None:
     assert second is not None
     assert first[0].prefix_query_tokens == 19504
     # Not asked for is not known: neither 0 nor the value of before.
+    assert second[0].inter_token_latency_s is None
     assert second[0].prefix_query_tokens is None
+
+
+def test_who_asks_often_is_told_where_in_a_window_decodes_ended() -> None:
+    fake = FakeVllm(page("4"))
+    with fake.serving() as url:
+        client = HttpClient(url, timeout_s=10)
+        adapter = VllmAdapter(client, Settings(front_ends=1))
+        scrapes = [adapter.scrape(tenth * SECOND // 10) for tenth in (0, 1, 2, 12)]
+        client.close()
+    assert [set(QUICK) <= seen for seen in asked(fake)] == [False, True, True, False]
+    told = [scrape.counters[0].inter_token_latency_s for scrape in scrapes if scrape and scrape.counters]
+    assert told == [None, pytest.approx(157.54173866), pytest.approx(157.54173866), None]
 
 
 @pytest.mark.parametrize("name", ["7", "8"])

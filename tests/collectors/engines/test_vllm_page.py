@@ -51,6 +51,7 @@ def test_a_loaded_server_tells_its_requests_and_tokens() -> None:
     assert (got.prompt_tokens, got.generated_tokens, got.first_tokens) == (19504, 12624, 106)
     assert got.kv_usage_ratio == pytest.approx(0.00103766)
     assert got.estimated_flops_per_gpu == 38465958912.0
+    assert got.inter_token_latency_s == pytest.approx(157.54173866)
 
 
 def test_cached_prompt_tokens_are_not_computed_ones() -> None:

@@ -166,3 +166,8 @@ def test_a_closed_loop_never_has_more_requests_than_users() -> None:
 def test_time_to_first_token_is_from_arrival() -> None:
     steps, engine = steps_of(asked(Request(0, 512, 1), Request(0, 256, 1)))
     assert engine.counters.time_to_first_token_ns == steps[1].end_ns + steps[2].end_ns
+
+
+def test_the_time_between_tokens_is_from_one_step_of_a_sequence_to_the_next() -> None:
+    steps, engine = steps_of(asked(Request(0, 100, 4)))
+    assert engine.counters.inter_token_ns == steps[-1].end_ns - steps[0].end_ns
