@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from gpuidle.agent.analysis.durations import together
-from gpuidle.agent.analysis.hostgap import request_throughout
+from gpuidle.agent.analysis.hostgap import SYNCHRONOUS_RATIO, request_throughout
 from gpuidle.agent.analysis.localpace import Here, near, quiet
 from gpuidle.agent.analysis.pace import INTENSITY, Batch
 from gpuidle.agent.analysis.peers import Waits
@@ -128,7 +128,7 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
         for name in ("prefill_tokens", "generated_tokens", "first_tokens", "counted_steps")
         for value in (getattr(best, name),)
     }
-    return msgspec.structs.replace(best, **scaled, start_ns=start_ns, end_ns=end_ns)
+    return msgspec.structs.replace(best, **scaled, inter_token_s=None, start_ns=start_ns, end_ns=end_ns)
 
 
 def hit_ratio(track: EngineTrack) -> float:
@@ -264,6 +264,7 @@ def settle_engine(made: Made, window: Pending, busy_ns: float | None, pipe: Pipe
         prompt_ratio=prompt_ratio,
         max_batched_tokens=reading.limits.max_batched_tokens,
         prompt_token_ns=track.prompt_token_ns,
+        gap_ratio=SYNCHRONOUS_RATIO if reading.limits.async_scheduling is False else 0.0,
         following=following,
     )
     if steps is not None:

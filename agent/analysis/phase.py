@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gpuidle.agent.analysis.integers import clip_to
+from gpuidle.agent.analysis.integers import clip_to, split
 from gpuidle.agent.analysis.prompts import PrefillSteps, heard_ns, prefill_steps
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.model import Evidence, Shares
@@ -44,6 +44,9 @@ class Clues(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a step with a small prompt to that of a decode-only step: it reads more experts."""
     more_decodes_ns: float = 0.0
     """Of decodes, beyond what counted steps say: what a counter tells (negative: they were shorter)."""
+    gap_ratio: float = 0.0
+    """Of a decode-only step's time, what the host takes between steps: where `busy_ns` is not known, that is
+    in `pace_ns` and `prompt_token_ns` as well."""
     following: Sums | None = None
     """The next window in which tokens moved: a step that ends there may have begun here."""
 
@@ -59,6 +62,35 @@ class Clues(msgspec.Struct, frozen=True, kw_only=True):
 
 def shares_from_sums(sums: Sums | None, clues: Clues) -> Shares:
     """Return the phases of a window from token sums."""
+    shares = _end_to_end(sums, clues)
+    if sums is None or clues.busy_ns is not None or not clues.gap_ratio:
+        return shares
+    return _without_gaps(shares, sums, clues)
+
+
+def _without_gaps(shares: Shares, sums: Sums, clues: Clues) -> Shares:
+    """Take what the host needs between steps out of their time: for a step with a prompt as for another."""
+    containing = shares.prefill_ns + shares.mixed_ns
+    decode_gap = round(clues.gap_ratio * shares.decode_ns)
+    prompts, each_gap = 0.0, clues.gap_ratio * (clues.pace_ns or 0.0)
+    if containing and each_gap:
+        decodes = shares.decode_ns / (clues.pace_ns or 1.0)
+        chunks = (sums.prefill_tokens or 0) / clues.max_batched_tokens if clues.max_batched_tokens else 0.0
+        prompts = max(1.0, (sums.counted_steps or 0) - decodes, chunks)
+    gap = min(round(clues.gap_ratio * containing), round(prompts * each_gap))
+    prefill_gap, mixed_gap = split(gap, (shares.prefill_ns, shares.mixed_ns)) if gap else (0, 0)
+    return msgspec.structs.replace(
+        shares,
+        prefill_ns=shares.prefill_ns - prefill_gap,
+        mixed_ns=shares.mixed_ns - mixed_gap,
+        decode_ns=shares.decode_ns - decode_gap,
+        idle_ns=shares.idle_ns + decode_gap + gap,
+        prefill_low_ns=max(0, shares.prefill_low_ns - gap),
+    )
+
+
+def _end_to_end(sums: Sums | None, clues: Clues) -> Shares:
+    """Return the same; where no counter tells when steps end, they last until the next one begins."""
     window_ns = clues.window_ns
     if sums is None:
         idle = 0 if clues.busy_ns is None else max(0, window_ns - round(clues.busy_ns))
@@ -106,13 +138,15 @@ def _silent(sums: Sums, clues: Clues) -> Shares:
     busy, known = clues.busy(sums)
     if sums.chunk_ns or sums.chunk_steps:
         chunks = busy if known else min(busy, sums.chunk_ns)
+        if not known and sums.running[0] == 0:
+            busy = max(chunks, 1.0)  # nothing ran before them
         return _settle(window_ns, {"prefill": chunks, "idle": window_ns - busy}, (0, busy), "estimated")
     if following is None or not (known or sums.running[1]):
         return _unknown(sums, clues)
     # A step that ends there ran all through this window, or began in it.
     part = busy if known else busy / 2
     kind = "decode"
-    if following.first_tokens or following.chunk_ns:
+    if following.first_tokens or following.chunk_ns or following.chunk_steps:
         kind = "mixed" if _decodes_beside(following) else "prefill"
     elif following.prefill_tokens or not sums.always_running:
         return _unknown(sums, clues)
@@ -128,6 +162,7 @@ def _decodes(sums: Sums, clues: Clues) -> Shares:
     busy, known = clues.busy(sums)
     if not known:
         cut = 0.5 if sums.running[0] and steps else 0.0
+        pace_ns = sums.decode_row_ns or pace_ns
         time = min(busy, (pace_ns or 0.0) * ((steps or 0) - cut))
         idle = {"idle": busy - time} if pace_ns is not None else {}
         return _settle(window_ns, {"decode": time, **idle}, (0, 0), "estimated")
@@ -181,6 +216,7 @@ def _unheard(sums: Sums, clues: Clues) -> dict[str, float] | None:
     found = prefill_steps(sums, clues.max_batched_tokens, None, pace_ns)
     prompts = min(1.0 * steps, found.estimate) if found is not None else 1.0
     began, goes_on = not sums.running[0], bool(sums.running[1])
+    pace_ns = _pace_here(sums, pace_ns, alone=began and prompts <= 1)
     each_ns = _prompt_step_ns(sums, clues, prompts)
     if sums.chunk_ns:
         spent = min(window_ns, sums.chunk_ns)
@@ -198,13 +234,44 @@ def _unheard(sums: Sums, clues: Clues) -> dict[str, float] | None:
     times = {"prefill": spent, "decode": min(window_ns - spent, decodes * (pace_ns or 0.0))}
     left = window_ns - sum(times.values())
     if goes_on:
-        following = clues.following
-        again = following is not None and bool(following.first_tokens or following.chunk_steps)
-        under_way_ns = max(each_ns or 0.0, pace_ns or 0.0) if again else pace_ns or 0.0
-        under_way_ns = min(left, under_way_ns / 2)
+        again, under_way_ns = _under_way(clues, each_ns, pace_ns)
+        under_way_ns = min(left, under_way_ns)
         times["mixed" if again else "decode"] = times.get("mixed" if again else "decode", 0.0) + under_way_ns
         left -= under_way_ns
     return {**times, "idle": left}
+
+
+def _pace_here(sums: Sums, pace_ns: float | None, *, alone: bool) -> float | None:
+    """Return the time of a step of decodes by its rows' own clock; no prompt was beside any if `alone`."""
+    told_ns = sums.decode_row_ns
+    if told_ns is None or pace_ns is None:
+        return told_ns or pace_ns
+    return told_ns if alone else min(told_ns, pace_ns)
+
+
+def _under_way(clues: Clues, each_ns: float | None, decode_ns: float | None) -> tuple[bool, float]:
+    """Return whether the step that the window's end cuts has a prompt, and the part of it before the end.
+
+    That is half of it, or what the next window leaves of the time that its steps take.
+    """
+    following, pace_ns = clues.following, decode_ns or 0.0
+    if following is None or not (following.first_tokens or following.chunk_steps):
+        return False, pace_ns / 2
+    tokens_ns = _mean_tokens(following) * (clues.prompt_token_ns or 0.0)
+    step_ns = max(each_ns or 0.0, pace_ns, tokens_ns)
+    found = prefill_steps(following, clues.max_batched_tokens, None, decode_ns)
+    if found is None or not following.always_running or decode_ns is None:
+        return True, step_ns / 2
+    decodes = max(0.0, found.counted_steps - found.estimate)
+    before_ns = found.estimate * step_ns + decodes * pace_ns - following.window_ns
+    return True, (step_ns / 2 + min(step_ns, max(0.0, before_ns))) / 2
+
+
+def _mean_tokens(sums: Sums) -> float:
+    """Return the mean tokens of a step with a prompt; 0 where the engine does not tell."""
+    steps = sums.prompt_steps or ()
+    count = sum(number for _, number in steps)
+    return sum(tokens * number for tokens, number in steps) / count if count else 0.0
 
 
 def _cut(step_ns: float, window_ns: float) -> float:

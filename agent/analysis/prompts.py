@@ -43,7 +43,7 @@ def give_back(
     `prompt_token_ns` are what is known so far of a decode-only step's time and of a prompt token's. Where a
     counter is `measured`, chunks beside decodes go no further back than to a window without a counted step.
     """
-    moved = list(windows)
+    moved = [*windows[:-1], *(_with_seen_chunks(window) for window in windows[-1:])]
     last = moved[-1] if moved else None
     ended = None if last is None else ended_prompts(last, room_tokens(last, max_batched_tokens))
     if last is not None and ended is not None:
@@ -87,6 +87,14 @@ def give_back(
     return _move_tokens(moved, parts), None
 
 
+def _with_seen_chunks(sums: Sums) -> Sums:
+    """Return a window with the steps that its own rows tell to have had a chunk, before the prompt ends."""
+    rows = sums.silent_rows
+    return (
+        msgspec.structs.replace(sums, chunk_steps=float(min(sums.counted_steps or 0, rows))) if rows else sums
+    )
+
+
 def _through(window: Sums) -> Sums:
     """Return a window with nothing counted, all through which a step with a chunk ran that ended later."""
     return msgspec.structs.replace(window, chunk_ns=float(window.window_ns))
@@ -121,6 +129,7 @@ def _give_to_steps(
         own_ns = steps * pace + prompt_token_ns * beyond(ended.sizes, pace / prompt_token_ns)
         here = (window_ns - own_ns) / (chunk_ns - pace)
         before = min(ended.first, max(0.0, ended.chunks - here))
+    before = _told_before(windows) or before
     # No more of them are here than steps that ended no prompt.
     before = max(before, ended.chunks - max(0.0, steps - sum(count for _, count in ended.sizes)))
     left = before
@@ -134,14 +143,15 @@ def _give_to_steps(
                 break
             windows[i] = _through(window)
             continue
+        seen = window.chunk_steps if window.silent_rows is not None else 0.0
         free = window.counted_steps - sum(n for _, n in window.prompt_steps or ()) - window.chunk_steps
-        part = max(0.0, min(left, free))
+        part = max(0.0, min(left, seen or free))
         tokens = min(round(part * room), (last.prefill_tokens or 0) - given)
         known = window.prompt_steps
         windows[i] = msgspec.structs.replace(
             window,
             chunk_spread=math.hypot(window.chunk_spread, min(part, 1.0) ** 0.5 / 2),
-            chunk_steps=window.chunk_steps + part,
+            chunk_steps=seen or window.chunk_steps + part,
             prompt_steps=None if known is None else (*known, (full, part)),
             prefill_tokens=window.prefill_tokens + tokens,
         )
@@ -155,6 +165,22 @@ def _give_to_steps(
         chunk_spread=CHUNK_SPREAD * math.sqrt(ended.chunks),
     )
     return windows
+
+
+def _told_before(windows: Sequence[Sums]) -> float | None:
+    """Return the steps before the last window that computed chunks of the prompt that ended there first.
+
+    None where the windows do not tell that.
+    """
+    found = 0.0
+    for window in reversed(windows[:-1]):
+        rows = window.silent_rows
+        if rows is None or not window.always_running:
+            return None
+        found += min(rows, window.counted_steps or 0)
+        if rows < (window.counted_steps or 0) or (not rows and window.counted_steps):
+            return found
+    return None
 
 
 def _chunks_here(last: Sums, room: float, pace_ns: float | None, prompt_token_ns: float | None) -> float:
@@ -252,6 +278,8 @@ def _by_first_token_time(
     span_ns = heard_ns(last, prompts)
     if span_ns is None:
         return windows
+    if last.decode_row_ns is not None:
+        pace_ns = min(last.decode_row_ns, pace_ns or last.decode_row_ns)
     decodes = max(0.0, (last.counted_steps or 0) - prompts) + (0.5 if last.running[1] else 0.0)
     earliest, latest = float(last.start_ns), last.end_ns - decodes * (pace_ns or 0.0)
     if first is not None:
@@ -267,7 +295,8 @@ def _by_first_token_time(
     ]
     here = max(0.0, min(span_ns, end_ns - last.start_ns))
     if not last.always_running:
-        last = windows[-1] = msgspec.structs.replace(last, chunk_ns=here)
+        # None of it here is told as such, and not as unknown.
+        last = windows[-1] = msgspec.structs.replace(last, chunk_ns=max(1.0, here))
     if sum(overlaps) <= 0:
         return windows
     for i, ns in enumerate(overlaps):

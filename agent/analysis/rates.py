@@ -41,6 +41,8 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     whole_prompt_tokens: float | None = None
     """Mean size of the prompts that ended here, with their chunks in other windows; None: none did."""
     time_to_first_token_s: float | None
+    inter_token_s: float | None = None
+    """Sum of the times from one decode of a request to the next that ended here."""
     counted_steps: int | None
     steps_by_tokens: tuple[tuple[int, int], ...] | None = None
     """Counted steps of at most so many tokens, cumulative; a step's tokens are those handed out and the whole
@@ -81,6 +83,24 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.generated_tokens - self.first_tokens)
 
     @property
+    def decode_rows(self) -> int | None:
+        """Rows of its steps that gave tokens to requests which had their first; one whatever it drafted.
+
+        None with drafts of which not all is told.
+        """
+        tokens, accepted = self.decode_tokens, self.accepted_tokens if self.drafts else 0
+        return None if tokens is None or accepted is None else max(0, tokens - accepted)
+
+    @property
+    def decode_row_ns(self) -> float | None:
+        """Mean time of a step that decodes, from end to end, by the engine's own clock; None: not told.
+
+        Steps with a prompt beside their decodes are among them.
+        """
+        rows = self.decode_rows
+        return self.inter_token_s * 1e9 / rows if self.inter_token_s and rows and not self.reset else None
+
+    @property
     def moved(self) -> bool:
         """Whether any token moved."""
         return bool(self.prefill_tokens or self.generated_tokens or self.first_tokens)
@@ -91,6 +111,21 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
         if self.moved or self.reset or self.prefill_tokens is None or self.generated_tokens is None:
             return False
         return all(value == 0 for value in (*self.running, *self.waiting))
+
+    @property
+    def silent_rows(self) -> int | None:
+        """Rows of its steps that gave no token: those of requests whose prompts are not through.
+
+        Told where the same requests ran all the time: each of their decodes gives a token a step. None where
+        requests came or went, and with drafts of which not all is told.
+        """
+        rows, end = self.running
+        if rows is None or rows != end or self.cores > 1 or self.reset or self.counted_steps is None:
+            return None
+        if self.generated_tokens is None or self.first_tokens != 0 or self.prefill_tokens != 0:
+            return None
+        given = self.decode_rows
+        return None if given is None else max(0, rows * self.counted_steps - given)
 
     @property
     def always_running(self) -> bool:
@@ -138,6 +173,7 @@ _SUMMED = (
     "generated_tokens",
     "first_tokens",
     "time_to_first_token_s",
+    "inter_token_latency_s",
     "counted_steps",
     "drafts",
     "draft_tokens",
@@ -293,6 +329,7 @@ def sums_between(
             first_tokens=_whole(delta["first_tokens"]),
             whole_prompt_tokens=computed / firsts if computed and (firsts := delta["first_tokens"]) else None,
             time_to_first_token_s=delta["time_to_first_token_s"],
+            inter_token_s=delta["inter_token_latency_s"],
             counted_steps=_whole(delta["counted_steps"]) if after.steps_reliable else None,
             steps_by_tokens=_steps_by_tokens(old, new) if after.steps_reliable else None,
             drafts=_whole(delta["drafts"]),

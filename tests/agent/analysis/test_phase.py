@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuidle.agent.analysis.phase import Clues, shares_from_sums
-from gpuidle.agent.analysis.prompts import prefill_steps
+from gpuidle.agent.analysis.prompts import give_back, prefill_steps
 from gpuidle.agent.analysis.rates import Sums
 from gpuidle.agent.analysis.stepshares import shares_from_steps
 from gpuidle.agent.model import PHASES, StepSeries, column
@@ -205,6 +205,107 @@ def test_a_prompt_that_began_before_the_window_and_ended_in_it_fills_half() -> N
     shares = shares_from_sums(window, clues(None, 0.1 * T, None))
     assert shares.prefill_ns == 0.5 * T
     assert shares.decode_ns == 0.1 * T
+
+
+def test_decodes_that_end_a_burst_last_as_long_as_their_rows_waited() -> None:
+    burst = sums(generated_tokens=12, counted_steps=4, running=(3, 0))
+    by_pace = shares_from_sums(burst, clues(None, 0.2 * T, 256))
+    assert by_pace.decode_ns == pytest.approx(3.5 * 0.2 * T)  # the edge cuts the first of them
+    told = msgspec.structs.replace(burst, inter_token_s=12 * 0.1)
+    for pace in (0.2 * T, None):
+        shares = shares_from_sums(told, clues(None, pace, 256))
+        assert shares.decode_ns == pytest.approx(3.5 * 0.1 * T)
+        assert shares.idle_ns == T - shares.decode_ns
+
+
+def test_decodes_after_the_first_prompt_need_no_pace_that_was_learned() -> None:
+    window = sums(
+        prefill_tokens=40,
+        generated_tokens=9,
+        first_tokens=1,
+        counted_steps=9,
+        time_to_first_token_s=0.3,
+        inter_token_s=8 * 0.05,
+        running=(0, 1),
+    )
+    shares = shares_from_sums(window, clues(None, None, 256))
+    assert shares.prefill_ns == 0.3 * T
+    assert shares.decode_ns == pytest.approx(8.5 * 0.05 * T)
+    assert shares.unknown_ns == 0
+
+
+def test_nothing_ran_before_chunks_that_began_at_rest() -> None:
+    window = sums(prefill_tokens=250, chunk_ns=0.3 * T)
+    shares = shares_from_sums(window, clues(None, None, 256))
+    assert (shares.prefill_ns, shares.idle_ns, shares.unknown_ns) == (0.3 * T, 0.7 * T, 0)
+
+
+def test_a_prompt_that_was_through_before_the_window_is_not_told_twice() -> None:
+    tenth = T // 10
+    rest = sums(end_ns=tenth)
+    last = sums(
+        start_ns=tenth,
+        end_ns=2 * tenth,
+        prefill_tokens=500,
+        generated_tokens=12,
+        first_tokens=1,
+        counted_steps=12,
+        time_to_first_token_s=0.09,
+        running=(0, 1),
+    )
+    before, booked = give_back([rest, last], 2048, 0.08 * tenth)[0]
+    given = Clues(window_ns=tenth, pace_ns=0.08 * tenth, max_batched_tokens=2048)
+    shares = [shares_from_sums(window, given) for window in (before, booked)]
+    assert sum(each.prefill_ns for each in shares) == pytest.approx(0.09 * T, rel=0.02)
+
+
+def test_the_step_under_way_is_as_large_as_those_that_follow() -> None:
+    tenth = T // 10
+    first = sums(
+        end_ns=tenth,
+        prefill_tokens=30,
+        generated_tokens=1,
+        first_tokens=1,
+        counted_steps=1,
+        time_to_first_token_s=0.01,
+        running=(0, 1),
+    )
+    following = sums(
+        start_ns=tenth,
+        end_ns=2 * tenth,
+        prefill_tokens=600,
+        generated_tokens=40,
+        first_tokens=9,
+        counted_steps=3,
+        running=(1, 10),
+        prompt_steps=((300.0, 2.0),),
+    )
+    known = Clues(window_ns=tenth, pace_ns=0.05 * tenth, max_batched_tokens=512, following=following)
+    small = shares_from_sums(first, known)
+    large = shares_from_sums(first, msgspec.structs.replace(known, prompt_token_ns=0.002 * tenth))
+    # Half a step at least; two of 0.6 and a decode of 0.05 leave 0.25 of theirs to this window.
+    assert small.mixed_ns == pytest.approx(0.1 * tenth / 4, rel=0.01)
+    assert large.mixed_ns == pytest.approx((0.3 + 0.25) / 2 * tenth, rel=0.01)
+
+
+def test_a_synchronous_engine_waits_for_the_host_between_its_steps() -> None:
+    decodes_only = sums(generated_tokens=400, counted_steps=100, running=(4, 4))
+    unmeasured = msgspec.structs.replace(clues(None, 0.01 * T, 256), gap_ratio=0.25)
+    shares = shares_from_sums(decodes_only, unmeasured)
+    assert (shares.decode_ns, shares.idle_ns) == (0.75 * T, 0.25 * T)
+    assert shares.evidence == "estimated"
+    # A step with a prompt waits no longer than another, though it takes ten times as long.
+    prompts = sums(
+        prefill_tokens=500, generated_tokens=210, first_tokens=5, counted_steps=55, running=(4, 4),
+        prompt_steps=((104.0, 5.0),),
+    )  # fmt: skip
+    joined = shares_from_sums(prompts, clues(None, 0.01 * T, 256))
+    shares = shares_from_sums(prompts, unmeasured)
+    assert joined.mixed_ns - shares.mixed_ns == pytest.approx(5 * 0.25 * 0.01 * T)
+    assert joined.decode_ns - shares.decode_ns == pytest.approx(0.25 * joined.decode_ns)
+    # A counter knows better.
+    measured = msgspec.structs.replace(unmeasured, busy_ns=0.9 * T)
+    assert shares_from_sums(decodes_only, measured).decode_ns == 0.9 * T
 
 
 def test_where_the_pace_strays_a_window_is_read_by_its_own_prompt_tokens() -> None:

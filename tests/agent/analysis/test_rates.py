@@ -142,3 +142,43 @@ def test_cached_prompt_tokens_are_left_out_by_the_ratio_of_hits() -> None:
     told = msgspec.structs.replace(plain, prefix_query_tokens=2000, prefix_hit_tokens=1200)
     sums = between(engine(1, start), engine(2, told))
     assert (sums.prefill_tokens, sums.prefill_exact) == (400, False)
+
+
+def test_a_running_request_without_a_token_is_still_being_prefilled() -> None:
+    running = {"requests_running": 3}
+    before = engine(0, counters(0, **running))
+
+    def after(**values: int) -> EngineReading:
+        return engine(1, counters(1, counted_steps=10, **{**running, **values}))
+
+    # Two of three sequences gave a token in each of ten steps.
+    assert between(before, after(generated_tokens=20)).silent_rows == 10
+    assert between(before, after(generated_tokens=30)).silent_rows == 0
+    # Where requests come, go or end their prompts, it is not told.
+    assert between(before, after(generated_tokens=20, requests_running=4)).silent_rows is None
+    assert between(before, after(generated_tokens=20, first_tokens=1)).silent_rows is None
+
+
+def test_drafts_that_are_accepted_are_no_rows() -> None:
+    drafting = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "requests_running": 2}
+    before = engine(0, counters(0, **drafting))
+    told = {"drafts": 20, "draft_tokens": 60, "accepted_tokens": 25, "generated_tokens": 45}
+    window = between(before, engine(1, counters(1, counted_steps=10, **{**drafting, **told})))
+    assert (window.decode_rows, window.silent_rows) == (20, 0)
+    untold = msgspec.structs.replace(window, accepted_tokens=None)
+    assert (untold.decode_rows, untold.silent_rows) == (None, None)
+
+
+def test_the_time_between_tokens_is_that_of_a_step() -> None:
+    before = engine(0, counters(0, inter_token_latency_s=1.0, requests_running=2))
+    after = engine(
+        1, counters(1, generated_tokens=20, counted_steps=10, inter_token_latency_s=1.5, requests_running=2)
+    )
+    assert between(before, after).decode_row_ns == pytest.approx(0.025e9)
+    # A reading that did not ask for it tells nothing of two windows, and neither of them is slow or fast.
+    unasked = engine(1, counters(1, generated_tokens=20, counted_steps=10))
+    assert between(before, unasked).decode_row_ns is None
+    assert (
+        between(unasked, engine(2, counters(2, generated_tokens=40, inter_token_latency_s=2.0))).decode_row_ns
+        is None
+    )

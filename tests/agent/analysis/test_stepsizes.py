@@ -98,6 +98,30 @@ def test_told_steps_are_the_count() -> None:
     assert (steps.low, steps.estimate, steps.high) == (3, 3, 3)
 
 
+def test_chunks_are_seen_by_their_rows_before_the_prompt_ends() -> None:
+    tick = T // 10
+
+    def tenth(number: int, **values: Any) -> Any:
+        return sums(start_ns=number * tick, end_ns=(number + 1) * tick, running=(2, 2), **values)
+
+    quiet = tenth(0, generated_tokens=6, counted_steps=3, steps_by_tokens=histogram(2, 2, 2))
+    part = tenth(1, generated_tokens=5, counted_steps=3, steps_by_tokens=histogram(2, 2, 1))
+    whole = tenth(2, generated_tokens=1, counted_steps=1, steps_by_tokens=histogram(1))
+    last = tenth(
+        3, generated_tokens=2, counted_steps=1, first_tokens=1, prefill_tokens=700,
+        steps_by_tokens=histogram(702),
+    )  # fmt: skip
+    windows: list[Any] = []
+    for window in (quiet, part, whole):
+        windows, _ = give_back([*windows, window], 256)
+    assert [each.chunk_steps for each in windows] == [0, 1, 1]
+    windows, _ = give_back([*windows, last], 256)
+    # Two chunks before the last one: they are where the rows tell, and go no further back.
+    assert [each.chunk_steps for each in windows] == [0, 1, 1, 0]
+    assert sum(each.prefill_tokens or 0 for each in windows) == 700
+    assert windows[0].prefill_tokens == 0
+
+
 def test_chunks_that_lie_before_a_short_window_go_to_the_steps_there() -> None:
     tick = T // 10
     before = window(12, 3, (), start_ns=0, end_ns=tick)
