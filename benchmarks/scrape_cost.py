@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.live.server import Ask, Server
 
-from gpuidle.collectors.engines.vllm_page import FAST, SLOW
+from gpuidle.collectors.engines.vllm_page import FAST, QUICK, SLOW
 
 BATCHES, REQUESTS = 40, 100
 
@@ -63,6 +63,7 @@ def main() -> None:
                     [name for name in FAST if not name.endswith("_bucket")]
                 ),
                 "that, and what it reads every ten seconds": filtered((*FAST, *SLOW)),
+                "what it reads where it asks more than twice a second": filtered((*FAST, *QUICK)),
                 "the whole page": "/metrics",
             }
             seen: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -128,7 +128,18 @@ def sums_within(windows: Sequence[Sums], start_ns: int, end_ns: int) -> Sums | N
         for name in ("prefill_tokens", "generated_tokens", "first_tokens", "counted_steps")
         for value in (getattr(best, name),)
     }
-    return msgspec.structs.replace(best, **scaled, inter_token_s=None, start_ns=start_ns, end_ns=end_ns)
+    prompts = best.prompt_steps
+    return msgspec.structs.replace(
+        best,
+        **scaled,
+        inter_token_s=None,
+        chunk_steps=best.chunk_steps * share,
+        chunk_ns=best.chunk_ns * share,
+        perhaps_steps=best.perhaps_steps * share,
+        prompt_steps=None if prompts is None else tuple((size, count * share) for size, count in prompts),
+        start_ns=start_ns,
+        end_ns=end_ns,
+    )
 
 
 def hit_ratio(track: EngineTrack) -> float:

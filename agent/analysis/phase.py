@@ -72,9 +72,12 @@ def _without_gaps(shares: Shares, sums: Sums, clues: Clues) -> Shares:
     """Take what the host needs between steps out of their time: for a step with a prompt as for another."""
     containing = shares.prefill_ns + shares.mixed_ns
     decode_gap = round(clues.gap_ratio * shares.decode_ns)
-    prompts, each_gap = 0.0, clues.gap_ratio * (clues.pace_ns or 0.0)
+    pace_ns = clues.pace_ns
+    if not sums.always_running:
+        pace_ns = _pace_here(sums, pace_ns, alone=not sums.running[0] and (sums.first_tokens or 0) <= 1)
+    prompts, each_gap = 0.0, clues.gap_ratio * (pace_ns or 0.0)
     if containing and each_gap:
-        decodes = shares.decode_ns / (clues.pace_ns or 1.0)
+        decodes = shares.decode_ns / (pace_ns or 1.0)
         chunks = (sums.prefill_tokens or 0) / clues.max_batched_tokens if clues.max_batched_tokens else 0.0
         prompts = max(1.0, (sums.counted_steps or 0) - decodes, chunks)
     gap = min(round(clues.gap_ratio * containing), round(prompts * each_gap))
@@ -140,7 +143,8 @@ def _silent(sums: Sums, clues: Clues) -> Shares:
         chunks = busy if known else min(busy, sums.chunk_ns)
         if not known and sums.running[0] == 0:
             busy = max(chunks, 1.0)  # nothing ran before them
-        return _settle(window_ns, {"prefill": chunks, "idle": window_ns - busy}, (0, busy), "estimated")
+        high = busy if known else window_ns
+        return _settle(window_ns, {"prefill": chunks, "idle": window_ns - busy}, (0, high), "estimated")
     if following is None or not (known or sums.running[1]):
         return _unknown(sums, clues)
     # A step that ends there ran all through this window, or began in it.

@@ -129,6 +129,7 @@ def _give_to_steps(
         own_ns = steps * pace + prompt_token_ns * beyond(ended.sizes, pace / prompt_token_ns)
         here = (window_ns - own_ns) / (chunk_ns - pace)
         before = min(ended.first, max(0.0, ended.chunks - here))
+    # That no chunk was there is no sign of how many are here: which prompts had some is a guess by sizes.
     before = _told_before(windows) or before
     # No more of them are here than steps that ended no prompt.
     before = max(before, ended.chunks - max(0.0, steps - sum(count for _, count in ended.sizes)))

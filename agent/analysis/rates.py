@@ -20,6 +20,8 @@ ENOUGH_WINDOWS = 8.0
 """Windows with prompts before their spread is believed."""
 USUAL_SPREAD, LARGEST_SPREAD = 0.6, 3.0
 """Variance of prompt sizes over their squared mean: 0.9 in Azure's traces, up to 0.3 where sizes are even."""
+SHORT_NS = 500_000_000
+"""In a longer window another request may have come for one that went, with the same number running."""
 TOKENS_PER_S_LIMIT = 1e8
 """More than a whole rack can do: a counter that moves faster is no counter."""
 
@@ -31,6 +33,8 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     cores: int = 1
     """Data-parallel cores that the sums are of: behind an outer balancer it may be one of many."""
+    whole_batch: bool = True
+    """Whether each step is of all running requests; in a pipeline it is of a part of them."""
     prefill_tokens: int | None
     """Prompt tokens computed."""
     prefill_exact: bool
@@ -95,10 +99,12 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     def decode_row_ns(self) -> float | None:
         """Mean time of a step that decodes, from end to end, by the engine's own clock; None: not told.
 
-        Steps with a prompt beside their decodes are among them.
+        Steps with a prompt beside their decodes are among them. A request that was preempted waited longer.
         """
         rows = self.decode_rows
-        return self.inter_token_s * 1e9 / rows if self.inter_token_s and rows and not self.reset else None
+        if not self.inter_token_s or not rows or self.reset or self.preemptions or not self.whole_batch:
+            return None
+        return self.inter_token_s * 1e9 / rows
 
     @property
     def moved(self) -> bool:
@@ -116,11 +122,13 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     def silent_rows(self) -> int | None:
         """Rows of its steps that gave no token: those of requests whose prompts are not through.
 
-        Told where the same requests ran all the time: each of their decodes gives a token a step. None where
-        requests came or went, and with drafts of which not all is told.
+        Told of short windows at both edges of which as many run, and where no prompt ended: each of their
+        decodes gives a token a step. None where requests came or went, or drafts are not told in full.
         """
         rows, end = self.running
         if rows is None or rows != end or self.cores > 1 or self.reset or self.counted_steps is None:
+            return None
+        if self.window_ns > SHORT_NS or self.preemptions or not self.whole_batch:
             return None
         if self.generated_tokens is None or self.first_tokens != 0 or self.prefill_tokens != 0:
             return None
@@ -323,6 +331,7 @@ def sums_between(
             start_ns=start_ns,
             end_ns=end_ns,
             cores=len(new),
+            whole_batch=after.parallelism.pipeline == 1,
             prefill_tokens=_whole(computed),
             prefill_exact=exact,
             generated_tokens=_whole(delta["generated_tokens"]),

@@ -183,7 +183,8 @@ def _overlaps(version: str | None) -> bool | None:
     numbers = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", version or "")
     if version is None or numbers is None:
         return None
-    before = (int(numbers[1]), int(numbers[2])) < (0, 14)
+    # Builds without a tag call themselves 0.1.dev: they may be any version.
+    before = (0, 8) <= (int(numbers[1]), int(numbers[2])) < (0, 14)
     return False if before or version.endswith("+cpu") else None
 
 
@@ -244,7 +245,7 @@ def _remarks(flags: Flags) -> tuple[Problem, ...]:
 
 _SERIES_LIMIT = 5000
 _SLOW_PERIOD_NS = 10_000_000_000
-_QUICK_PERIOD_NS = 500_000_000
+_QUICK_PERIOD_NS = 450_000_000
 """Who asks more often than that wants short windows, and bears what they cost."""
 _PAGE_BYTES = 4 * 1024 * 1024
 _JSON_BYTES = 256 * 1024

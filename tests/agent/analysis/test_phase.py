@@ -238,6 +238,7 @@ def test_nothing_ran_before_chunks_that_began_at_rest() -> None:
     window = sums(prefill_tokens=250, chunk_ns=0.3 * T)
     shares = shares_from_sums(window, clues(None, None, 256))
     assert (shares.prefill_ns, shares.idle_ns, shares.unknown_ns) == (0.3 * T, 0.7 * T, 0)
+    assert shares.prefill_high_ns == T  # when they began is a guess
 
 
 def test_a_prompt_that_was_through_before_the_window_is_not_told_twice() -> None:
@@ -303,6 +304,17 @@ def test_a_synchronous_engine_waits_for_the_host_between_its_steps() -> None:
     shares = shares_from_sums(prompts, unmeasured)
     assert joined.mixed_ns - shares.mixed_ns == pytest.approx(5 * 0.25 * 0.01 * T)
     assert joined.decode_ns - shares.decode_ns == pytest.approx(0.25 * joined.decode_ns)
+    # The steps of a burst are counted by the pace that their own rows tell.
+    burst = sums(
+        prefill_tokens=40, generated_tokens=9, first_tokens=1, counted_steps=9, time_to_first_token_s=0.3,
+        inter_token_s=8 * 0.05, running=(0, 1),
+    )  # fmt: skip
+    slow = msgspec.structs.replace(unmeasured, pace_ns=0.1 * T)
+    gap = (
+        shares_from_sums(burst, clues(None, 0.1 * T, 256)).prefill_ns
+        - shares_from_sums(burst, slow).prefill_ns
+    )
+    assert gap == pytest.approx(0.25 * 0.05 * T, rel=0.01)
     # A counter knows better.
     measured = msgspec.structs.replace(unmeasured, busy_ns=0.9 * T)
     assert shares_from_sums(decodes_only, measured).decode_ns == 0.9 * T

@@ -7,7 +7,7 @@ import pytest
 from tests.agent.analysis.builders import SECOND, counters, engine
 
 from gpuidle.agent.analysis.rates import PromptSizes, sums_between
-from gpuidle.agent.model import EngineCounters, EngineReading
+from gpuidle.agent.model import EngineCounters, EngineReading, Parallelism
 
 
 def between(before: EngineReading, after: EngineReading):  # type: ignore[no-untyped-def]
@@ -148,22 +148,26 @@ def test_a_running_request_without_a_token_is_still_being_prefilled() -> None:
     running = {"requests_running": 3}
     before = engine(0, counters(0, **running))
 
-    def after(**values: int) -> EngineReading:
-        return engine(1, counters(1, counted_steps=10, **{**running, **values}))
+    def after(at_s: float = 0.1, pipeline: int = 1, **values: int) -> EngineReading:
+        row = counters(at_s, counted_steps=10, **{**running, **values})
+        return engine(at_s, row, parallelism=Parallelism(pipeline=pipeline))
 
     # Two of three sequences gave a token in each of ten steps.
     assert between(before, after(generated_tokens=20)).silent_rows == 10
     assert between(before, after(generated_tokens=30)).silent_rows == 0
-    # Where requests come, go or end their prompts, it is not told.
+    # Where requests come, go or end their prompts, it is not told; in a long window another may have come.
     assert between(before, after(generated_tokens=20, requests_running=4)).silent_rows is None
     assert between(before, after(generated_tokens=20, first_tokens=1)).silent_rows is None
+    assert between(before, after(1.0, generated_tokens=20)).silent_rows is None
+    # A step of a pipeline is of a part of the requests.
+    assert between(before, after(pipeline=2, generated_tokens=15)).silent_rows is None
 
 
 def test_drafts_that_are_accepted_are_no_rows() -> None:
     drafting = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "requests_running": 2}
     before = engine(0, counters(0, **drafting))
     told = {"drafts": 20, "draft_tokens": 60, "accepted_tokens": 25, "generated_tokens": 45}
-    window = between(before, engine(1, counters(1, counted_steps=10, **{**drafting, **told})))
+    window = between(before, engine(0.1, counters(0.1, counted_steps=10, **{**drafting, **told})))
     assert (window.decode_rows, window.silent_rows) == (20, 0)
     untold = msgspec.structs.replace(window, accepted_tokens=None)
     assert (untold.decode_rows, untold.silent_rows) == (None, None)

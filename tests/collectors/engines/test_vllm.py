@@ -137,6 +137,7 @@ def test_whether_steps_are_scheduled_ahead(options: str, ahead: bool | None) -> 
         ("0.13.0", None, False),
         ("0.9.2.dev1", None, False),
         ("0.14.0rc1", None, None),
+        ("0.1.dev1+g1a2b3c4", None, None),
         ("1.0.0", None, None),
         ("0.32.0+cpu", None, False),
         ("0.13.0", True, True),
