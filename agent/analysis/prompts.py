@@ -168,20 +168,20 @@ def _give_to_steps(
     return windows
 
 
-def _told_before(windows: Sequence[Sums]) -> float | None:
+def _told_before(windows: Sequence[Sums]) -> float:
     """Return the steps before the last window that computed chunks of the prompt that ended there first.
 
-    None where the windows do not tell that.
+    0 also where the windows do not tell that, back to the one in which it began.
     """
     found = 0.0
     for window in reversed(windows[:-1]):
-        rows = window.silent_rows
+        rows, steps = window.silent_rows, window.counted_steps or 0
         if rows is None or not window.always_running:
-            return None
-        found += min(rows, window.counted_steps or 0)
-        if rows < (window.counted_steps or 0) or (not rows and window.counted_steps):
+            break
+        found += min(rows, steps)
+        if rows < steps:
             return found
-    return None
+    return 0.0
 
 
 def _chunks_here(last: Sums, room: float, pace_ns: float | None, prompt_token_ns: float | None) -> float:
