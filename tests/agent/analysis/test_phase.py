@@ -178,16 +178,19 @@ def test_any_disjoint_steps_sum_to_the_window(gaps: list[tuple[int, int, int, in
     assert np.all([count > 0 for count in window.steps.values()])
 
 
+def begun(**values: Any) -> Sums:
+    """Return a window that begins at rest: a prompt of 0.3 s, and eight decodes of a request that goes on."""
+    known: dict[str, Any] = {
+        "prefill_tokens": 40,
+        "generated_tokens": 9,
+        "first_tokens": 1,
+        "counted_steps": 9,
+    }
+    return sums(**known, time_to_first_token_s=0.3, running=(0, 1), **values)
+
+
 def test_requests_that_still_run_kept_the_window_busy_from_their_first_token_on() -> None:
-    window = sums(
-        prefill_tokens=40,
-        generated_tokens=9,
-        first_tokens=1,
-        counted_steps=9,
-        time_to_first_token_s=0.3,
-        running=(0, 1),
-    )
-    shares = shares_from_sums(window, clues(None, 0.05 * T, 256))
+    shares = shares_from_sums(begun(), clues(None, 0.05 * T, 256))
     assert shares.prefill_ns == 0.3 * T
     assert shares.decode_ns == pytest.approx(8.5 * 0.05 * T)  # the step under way at the end is cut anywhere
     assert shares.idle_ns == T - shares.prefill_ns - shares.decode_ns
@@ -219,16 +222,7 @@ def test_decodes_that_end_a_burst_last_as_long_as_their_rows_waited() -> None:
 
 
 def test_decodes_after_the_first_prompt_need_no_pace_that_was_learned() -> None:
-    window = sums(
-        prefill_tokens=40,
-        generated_tokens=9,
-        first_tokens=1,
-        counted_steps=9,
-        time_to_first_token_s=0.3,
-        inter_token_s=8 * 0.05,
-        running=(0, 1),
-    )
-    shares = shares_from_sums(window, clues(None, None, 256))
+    shares = shares_from_sums(begun(inter_token_s=8 * 0.05), clues(None, None, 256))
     assert shares.prefill_ns == 0.3 * T
     assert shares.decode_ns == pytest.approx(8.5 * 0.05 * T)
     assert shares.unknown_ns == 0
@@ -305,10 +299,7 @@ def test_a_synchronous_engine_waits_for_the_host_between_its_steps() -> None:
     assert joined.mixed_ns - shares.mixed_ns == pytest.approx(5 * 0.25 * 0.01 * T)
     assert joined.decode_ns - shares.decode_ns == pytest.approx(0.25 * joined.decode_ns)
     # The steps of a burst are counted by the pace that their own rows tell.
-    burst = sums(
-        prefill_tokens=40, generated_tokens=9, first_tokens=1, counted_steps=9, time_to_first_token_s=0.3,
-        inter_token_s=8 * 0.05, running=(0, 1),
-    )  # fmt: skip
+    burst = begun(inter_token_s=8 * 0.05)
     slow = msgspec.structs.replace(unmeasured, pace_ns=0.1 * T)
     gap = (
         shares_from_sums(burst, clues(None, 0.1 * T, 256)).prefill_ns
